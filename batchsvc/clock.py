@@ -1,0 +1,15 @@
+"""The only place that reads the clock of the host. Leases and deadlines use the database's time instead."""
+
+from __future__ import annotations
+
+import time
+
+
+def now_ms() -> int:
+    """Wall-clock time in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+def monotonic_s() -> float:
+    """Seconds that never go backwards: for self-fencing and back-off."""
+    return time.monotonic()

@@ -1,0 +1,107 @@
+"""Engines, transactions and the database's clock, the same on SQLite and PostgreSQL.
+
+SQLite: write transactions begin IMMEDIATE (a deferred one that upgrades fails at once, whatever the timeout), WAL,
+and a busy wait. `FOR UPDATE SKIP LOCKED` is dropped there, which is safe because writers are serialized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+T = TypeVar("T")
+
+_SQLITE_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON")
+_SQLITE_NOW = "SELECT CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
+_POSTGRES_NOW = "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
+
+
+class Database:
+    """One database of the service. `transaction()` commits once at its end; `reading()` never writes."""
+
+    def __init__(self, url: str, *, pool_size: int = 5) -> None:
+        self.url = url
+        self.is_sqlite = url.startswith("sqlite")
+        if self.is_sqlite:
+            self.engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False})
+            event.listen(self.engine, "connect", _prepare_sqlite)
+            event.listen(self.engine, "begin", _begin_sqlite)
+        else:
+            self.engine = create_engine(
+                _psycopg(url),
+                pool_size=pool_size,
+                max_overflow=10,
+                pool_pre_ping=True,
+                pool_recycle=1800,
+                connect_args={
+                    "connect_timeout": 5,
+                    "options": "-c statement_timeout=30000 -c lock_timeout=10000",
+                },
+            )
+        self._read_engine: Engine = self.engine.execution_options(read_only=True)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A write transaction: committed at the end of the block, rolled back if it raises."""
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A snapshot to read from; on SQLite it takes no write lock."""
+        with Session(self._read_engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def run(self, work: Callable[[Session], T], *, attempts: int = 3) -> T:
+        """Run `work` in one write transaction, again as a whole after a deadlock or a lost connection.
+
+        `work` must be repeatable: a commit whose reply was lost is run again, so its effects are guarded by
+        unique keys or fences.
+        """
+        for attempt in range(attempts):
+            try:
+                with self.transaction() as session:
+                    return work(session)
+            except DBAPIError as error:
+                if attempt == attempts - 1 or not _may_retry(error):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def dispose(self) -> None:
+        self.engine.dispose()
+
+
+def database_now_ms(session: Session) -> int:
+    """The database's own clock in milliseconds; leases and deadlines compare with nothing else."""
+    sqlite = session.get_bind().dialect.name == "sqlite"
+    return int(session.execute(text(_SQLITE_NOW if sqlite else _POSTGRES_NOW)).scalar_one())
+
+
+def _psycopg(url: str) -> str:
+    for prefix in ("postgres://", "postgresql://"):
+        if url.startswith(prefix):
+            return "postgresql+psycopg://" + url[len(prefix) :]
+    return url
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # we emit BEGIN ourselves
+    for pragma in _SQLITE_PRAGMAS:
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    read_only = connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _may_retry(error: DBAPIError) -> bool:
+    if error.connection_invalidated:
+        return True
+    state = getattr(error.orig, "sqlstate", None)
+    return state in {"40001", "40P01"} or "database is locked" in str(error.orig)

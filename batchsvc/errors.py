@@ -1,0 +1,62 @@
+"""Errors that reach a user, as one tree; each carries what OpenAI's error envelope needs.
+
+ServiceError(message, status, type, code, param)
+├── InvalidRequestError   400  a parameter can't be used
+├── AuthenticationError   401  no key, or a wrong one
+├── NotFoundError         404  no such object in this project
+├── TooLargeError         413  over a limit of bytes
+└── UnavailableError      503  a service that we need doesn't answer
+"""
+
+from __future__ import annotations
+
+
+class ServiceError(Exception):
+    """One clear sentence for the user, and the fields of the envelope `{"error": {...}}`."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def envelope(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequestError(ServiceError):
+    """A parameter of the call can't be used."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class AuthenticationError(ServiceError):
+    """No key, or one that isn't valid."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class NotFoundError(ServiceError):
+    """There is no such object in the caller's project."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class TooLargeError(ServiceError):
+    """A body is over a limit of bytes."""
+
+    status = 413
+    type = "invalid_request_error"
+
+
+class UnavailableError(ServiceError):
+    """A service that this call needs doesn't answer."""
+
+    status = 503
+    type = "server_error"

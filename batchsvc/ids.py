@@ -1,0 +1,37 @@
+"""Prefixed ids: one function a kind of object, so that an id says what it names."""
+
+from __future__ import annotations
+
+import secrets
+
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def random_text(length: int) -> str:
+    """`length` random characters of [0-9A-Za-z], about 5.95 bits each."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def file_id() -> str:
+    return "file-" + random_text(24)
+
+
+def batch_id() -> str:
+    return "batch_" + random_text(24)
+
+
+def project_id() -> str:
+    return "proj_" + random_text(20)
+
+
+def unit_id() -> str:
+    return "unit_" + random_text(24)
+
+
+def part_id() -> str:
+    return "part_" + random_text(24)
+
+
+def worker_id(host: str, pid: int) -> str:
+    """Unique for every start of a process: a restarted worker must not look like its dead self."""
+    return f"{host}:{pid}:{random_text(8)}"

@@ -1,0 +1,134 @@
+"""Every setting of the service, read from the environment in this one place; a wrong value stops the process.
+
+Settings of our own begin with BATCHSVC_; DATABASE_URL, REDIS_URL and AWS_* keep their usual names. Secrets may come
+as `<NAME>_FILE`. README's table of settings is checked against this class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from batchsvc.errors import InvalidRequestError
+
+_SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
+
+class SettingsError(InvalidRequestError):
+    """A setting can't be used; the message names it."""
+
+
+class Settings(BaseSettings):
+    """Frozen settings; each field's description is its row in README."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, env_prefix="BATCHSVC_", extra="ignore", protected_namespaces=(), populate_by_name=True
+    )
+
+    database_url: str = Field(validation_alias="DATABASE_URL", description="SQLite or PostgreSQL: the truth")
+    redis_url: str = Field(validation_alias="REDIS_URL", description="Redis or Valkey: the queue; may be wiped")
+    s3_endpoint: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        description="S3 endpoint; unset means AWS",
+    )
+    s3_access_key: str | None = Field(
+        default=None,
+        validation_alias="AWS_ACCESS_KEY_ID",
+        description="S3 key; unset means boto3's own chain",
+    )
+    s3_secret_key: str | None = Field(default=None, validation_alias="AWS_SECRET_ACCESS_KEY", description="S3 secret")
+    s3_region: str = Field(
+        default="us-east-1",
+        validation_alias=AliasChoices("AWS_REGION", "AWS_DEFAULT_REGION"),
+        description="S3 region",
+    )
+    bucket: str = Field(default="batchsvc", min_length=3, description="bucket that holds inputs, parts and results")
+
+    model: str = Field(
+        default="smollm2-135m",
+        description="model that this engine worker serves: a name, a path, or hf:owner/name",
+    )
+    engine: Literal["auto", "fake"] = Field(
+        default="auto", description="auto: our engine; fake: deterministic texts, no weights"
+    )
+    fake_witness: str | None = Field(default=None, description="file to which the fake engine logs every line it runs")
+    fake_tokens_per_s: float = Field(default=0, ge=0, description="speed of the fake engine; 0 is as fast as it can")
+    weight_format: Literal["bf16", "float32"] = Field(default="bf16", description="format of the weights in the engine")
+    kv_format: Literal["bf16", "float32"] = Field(default="bf16", description="format of the KV cache")
+    kv_bytes: int | None = Field(
+        default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"
+    )
+    step_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
+    max_running: int = Field(default=256, ge=1, description="most sequences in one step")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: all cores")
+
+    host: str = Field(default="127.0.0.1", description="address that the API listens on")
+    port: int = Field(default=8080, ge=0, le=65535, description="port of the API")
+
+    max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
+    max_input_bytes: int = Field(default=8_000_000_000, ge=1, description="most bytes of one uploaded file")
+    max_line_bytes: int = Field(default=1_048_576, ge=64, description="most bytes of one input line")
+    max_problems: int = Field(default=1_000, ge=1, description="most problems listed in a failed batch")
+    default_max_tokens: int = Field(default=1_024, ge=1, description="max_tokens of a line that names none")
+    window_lines: int = Field(default=50_000, ge=1, description="most lines planned together")
+    window_tokens: int = Field(default=64_000_000, ge=1, description="most tokens planned together")
+    unit_lines: int = Field(default=512, ge=1, le=4096, description="most lines in a unit")
+    unit_tokens: int = Field(default=2_000_000, ge=1, description="most prompt and output tokens in a unit")
+    file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
+
+    lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")
+    renew_s: float = Field(default=5, gt=0, description="how often leases are renewed")
+    reaper_s: float = Field(default=5, gt=0, description="how often the reaper looks")
+    flush_s: float = Field(default=5, gt=0, description="longest time that finished lines wait for their part")
+    flush_bytes: int = Field(default=1_048_576, ge=1, description="most bytes that wait for their part")
+    poll_s: float = Field(default=2, gt=0, description="how often a worker with room claims without a ticket")
+    waiting_requests: int = Field(default=512, ge=1, description="requests that a worker holds beyond the running ones")
+    spool_bytes: int = Field(
+        default=64 * 1024 * 1024, ge=1024, description="most bytes of a spool bucket while merging"
+    )
+    term_grace_s: float = Field(default=30, gt=0, description="time to drain after SIGTERM")
+    garbage_grace_s: float = Field(default=86_400, ge=0, description="age at which an orphan object is deleted")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe log event"
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Settings of this process. Raises SettingsError with one sentence a wrong setting."""
+        source = dict(os.environ if env is None else env)
+        for name in _SECRETS:
+            if name not in source and f"{name}_FILE" in source:
+                try:
+                    source[name] = Path(source[f"{name}_FILE"]).read_text(encoding="utf-8").strip()
+                except OSError as error:
+                    raise SettingsError(f"{name}_FILE can't be read: {error.strerror}.", param=name) from error
+        saved = dict(os.environ)
+        try:
+            if env is not None or source != saved:
+                os.environ.clear()
+                os.environ.update(source)
+            return cls()
+        except ValidationError as error:
+            raise SettingsError(_sentence(error)) from error
+        finally:
+            if dict(os.environ) != saved:
+                os.environ.clear()
+                os.environ.update(saved)
+
+
+def _sentence(error: ValidationError) -> str:
+    says = []
+    for problem in error.errors():
+        field = str(problem["loc"][0]) if problem["loc"] else "?"
+        name = field if field.isupper() else f"BATCHSVC_{field.upper()}"
+        if problem["type"] == "missing":
+            says.append(f"{name} is not set.")
+        else:
+            says.append(f"{name} can't be {problem['input']!r}: {problem['msg']}.")
+    return " ".join(says)

@@ -1,0 +1,32 @@
+"""Batch inference on token ids and text: no queue, no database, no money.
+
+The names below load lazily (PEP 562), so that `import engine.text` or `import engine.request` never loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+    from engine.request import Completion, Request, SamplingParams, Usage
+
+__all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams", "Usage"]
+
+_HOME = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "Completion": "engine.request",
+    "Request": "engine.request",
+    "SamplingParams": "engine.request",
+    "Usage": "engine.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,52 @@
+"""Frozen settings of the engine; a value that can't work is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+WEIGHT_FORMATS = ("float32", "bf16")
+KV_FORMATS = ("float32", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs one model.
+
+    `model`          path of a GGUF file or of a Hugging Face directory
+    `block_tokens`   tokens a KV block holds
+    `num_blocks`     KV blocks in the pool; None: as many as `kv_bytes` holds
+    `kv_bytes`       memory for KV; None: a share of what is free (engine/memory.py explains its answer)
+    `step_tokens`    most tokens computed in one step
+    `max_running`    most sequences in one step
+    `threads`        CPU threads; None: all cores
+    `prefix_cache`   off only in tests and measurements
+    `poison`         overwrite freed blocks with NaN, so that a read of one is seen (tests)
+    """
+
+    model: str
+    weight_format: str = "bf16"
+    kv_format: str = "bf16"
+    block_tokens: int = 16
+    num_blocks: int | None = None
+    kv_bytes: int | None = None
+    step_tokens: int = 2048
+    max_running: int = 256
+    threads: int | None = None
+    prefix_cache: bool = True
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, says: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {says}.")
+
+        check(self.weight_format in WEIGHT_FORMATS, "weight_format", f"one of {', '.join(WEIGHT_FORMATS)}")
+        check(self.kv_format in KV_FORMATS, "kv_format", f"one of {', '.join(KV_FORMATS)}")
+        check(self.block_tokens >= 1, "block_tokens", "at least 1")
+        check(self.num_blocks is None or self.num_blocks >= 2, "num_blocks", "at least 2")
+        check(self.kv_bytes is None or self.kv_bytes > 0, "kv_bytes", "above 0")
+        check(self.step_tokens >= 1, "step_tokens", "at least 1")
+        check(self.max_running >= 1, "max_running", "at least 1")
+        check(self.threads is None or self.threads >= 1, "threads", "at least 1")

@@ -1,0 +1,30 @@
+"""What can go wrong in the engine, as one tree.
+
+EngineError
+├── ConfigError          a setting that can't work; names the setting and what it allows
+├── ModelError           a model that can't be found, read or served; the worker stops with this sentence
+└── RequestError         a request that can't be run; costs that line alone
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Something the engine refuses; the message is one sentence that a user can act on."""
+
+
+class ConfigError(EngineError):
+    """A setting has a value that can't work."""
+
+
+class ModelError(EngineError):
+    """A model can't be found, read or served."""
+
+
+class RequestError(EngineError):
+    """A request can't be run. `code` and `param` are those of OpenAI's error envelope."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param

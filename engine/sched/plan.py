@@ -1,0 +1,75 @@
+"""All that passes from the scheduler to the runner and back: plain picklable data, no torch.
+
+A step is a list of chunks. A chunk is a slice of one sequence whose KV is computed in this step; decoding is a
+chunk of one token. Row r of a chunk is token `start + r` of its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+
+PLACEHOLDER = -1
+"""Stands in `tokens` for a token that was sampled but not read yet: the runner takes it from its own last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One sequence's share of a step.
+
+    `token_ids` [n]       input ids, PLACEHOLDER where the runner knows the id and the scheduler doesn't yet;
+                          the last `num_draft` of them are draft tokens
+    `start`               position of the first of them in the sequence; KV for [0, start) exists
+    `block_ids` [m]       KV blocks of the sequence, covering positions [0, start + n)
+    `logit_rows`          rows of this chunk (0-based) whose logits are wanted; () while a prompt is unfinished
+    `sample_position`     absolute position of the first sampled token (start + logit_rows[0] + 1): the
+                          randomness key, the same whatever the batch
+    """
+
+    seq_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+    logit_rows: tuple[int, ...]
+    params: SamplingParams
+    num_prompt_tokens: int
+    choice: int = 0
+    num_draft: int = 0
+
+    @property
+    def sample_position(self) -> int:
+        return self.start + (self.logit_rows[0] if self.logit_rows else len(self.token_ids) - 1) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy-on-write: the runner copies block `source` to block `target` in all layers before the step."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward pass. The runner is a function of this and of its KV pool alone, so other ranks can run it too.
+
+    `freed_blocks` lists blocks released since the last plan: a pool in poison mode overwrites them with NaN.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    freed_blocks: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled ids of a step: for each sequence id one id per logit row, or the reason why a row has none."""
+
+    sampled: dict[str, tuple[int, ...]]
+    failed: dict[str, str]

@@ -1,0 +1,60 @@
+"""Settings come from the mapping they are given, secrets may come from files, wrong values are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchsvc.settings import Settings, SettingsError
+
+BASE = {"DATABASE_URL": "sqlite:///x.db", "REDIS_URL": "redis://127.0.0.1/0"}
+
+
+def test_only_the_given_mapping_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHSVC_PORT", "9")
+    monkeypatch.setenv("DATABASE_URL", "postgresql://elsewhere/db")
+    settings = Settings.from_env(BASE)
+    assert settings.port == 8080
+    assert settings.database_url == "sqlite:///x.db"
+
+
+def test_without_a_mapping_the_process_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in BASE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("BATCHSVC_LEASE_S", "3.5")
+    assert Settings.from_env().lease_s == 3.5
+
+
+def test_a_secret_may_come_from_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "url"
+    secret.write_text("postgresql://u:p@db/x\n")
+    env = {"DATABASE_URL_FILE": str(secret), "REDIS_URL": "redis://h"}
+    assert Settings.from_env(env).database_url == "postgresql://u:p@db/x"
+    with pytest.raises(SettingsError, match="DATABASE_URL_FILE can't be read"):
+        Settings.from_env({**env, "DATABASE_URL_FILE": str(tmp_path / "none")})
+
+
+def test_the_general_s3_endpoint_is_used_where_the_special_one_is_unset() -> None:
+    assert Settings.from_env({**BASE, "AWS_ENDPOINT_URL": "http://a"}).s3_endpoint == "http://a"
+    both = {**BASE, "AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b"}
+    assert Settings.from_env(both).s3_endpoint == "http://b"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BATCHSVC_PORT", "70000"),
+        ("BATCHSVC_LEASE_S", "0"),
+        ("BATCHSVC_ENGINE", "magic"),
+        ("BATCHSVC_MAX_LINES", "many"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        Settings.from_env({**BASE, name: value})
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"REDIS_URL is not set\."):
+        Settings.from_env({"DATABASE_URL": "sqlite:///x.db"})

@@ -1,0 +1,158 @@
+"""The part file: finished lines with their numbers, tokens and costs; and the builders of output and error lines.
+
+A part is JSONL, compressed with zstd. Its lines carry the finished line of the result file verbatim, so merging
+parts never formats anything again and a bill can be added up from the objects alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import zstandard
+
+_ROW = b',"row":'
+# line ends for clients that split on more than \n; inside JSON they can only stand in strings
+_ESCAPES = (
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+    (b"\xc2\x85", b"\\u0085"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartLine:
+    """One finished line. `row` is the line of the output (`is_ok`) or error file, without newline."""
+
+    line_no: int
+    is_ok: bool
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    cost_nanos: int = 0
+    standard_nanos: int = 0
+    row: bytes
+
+
+def encode(lines: Iterable[PartLine]) -> bytes:
+    """The object of a part."""
+    out = bytearray()
+    for line in lines:
+        head = orjson.dumps(
+            {
+                "line": line.line_no,
+                "ok": line.is_ok,
+                "input_tokens": line.input_tokens,
+                "cached_tokens": line.cached_tokens,
+                "output_tokens": line.output_tokens,
+                "cost_nanos": line.cost_nanos,
+                "standard_nanos": line.standard_nanos,
+            }
+        )
+        assert b"\n" not in line.row, "a row of a part is one line"
+        out += head[:-1] + _ROW + line.row + b"}\n"
+    return zstandard.ZstdCompressor(level=3).compress(bytes(out))
+
+
+def decode(data: bytes) -> list[PartLine]:
+    """What `encode` was given."""
+    text = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    return [_decode_line(line) for line in text.split(b"\n") if line]
+
+
+def _decode_line(line: bytes) -> PartLine:
+    # the head holds numbers only, so the first mark is ours and the row stays byte for byte as it was
+    end = line.index(_ROW)
+    head = orjson.loads(line[:end] + b"}")
+    return PartLine(
+        line_no=head["line"],
+        is_ok=head["ok"],
+        input_tokens=head["input_tokens"],
+        cached_tokens=head["cached_tokens"],
+        output_tokens=head["output_tokens"],
+        cost_nanos=head["cost_nanos"],
+        standard_nanos=head["standard_nanos"],
+        row=line[end + len(_ROW) : -1],
+    )
+
+
+def success_row(
+    *,
+    batch_id: str,
+    line_no: int,
+    custom_id: str,
+    model: str,
+    created_s: int,
+    text: str,
+    finish_reason: str,
+    prompt_tokens: int,
+    cached_tokens: int,
+    completion_tokens: int,
+    cost_nanos: int,
+) -> bytes:
+    """A line of the output file. `created_s` is the batch's creation time, so that a rerun gives the same bytes."""
+    ident = _line_ident(batch_id, line_no)
+    body = {
+        "id": f"chatcmpl-{ident}",
+        "object": "chat.completion",
+        "created": created_s,
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": finish_reason,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+            "cost_nanos": cost_nanos,
+        },
+        "system_fingerprint": None,
+    }
+    response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
+    return _row(ident, custom_id, response, None, line_no)
+
+
+def error_row(
+    *,
+    batch_id: str,
+    line_no: int,
+    custom_id: str | None,
+    code: str,
+    message: str,
+    param: str | None = None,
+    status: int | None = None,
+) -> bytes:
+    """A line of the error file: with `status` a request that was rejected, without one a line that never ran."""
+    ident = _line_ident(batch_id, line_no)
+    if status is None:
+        error = {"code": code, "message": message} | ({"param": param} if param is not None else {})
+        return _row(ident, custom_id, None, error, line_no)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    response = {"status_code": status, "request_id": f"req_{ident}", "body": body}
+    return _row(ident, custom_id, response, None, line_no)
+
+
+def _line_ident(batch_id: str, line_no: int) -> str:
+    return hashlib.blake2b(f"{batch_id}:{line_no}:id".encode(), digest_size=12).hexdigest()
+
+
+def _row(
+    ident: str, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None, line_no: int
+) -> bytes:
+    row = orjson.dumps(
+        {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response, "error": error, "line": line_no}
+    )
+    for raw, escaped in _ESCAPES:
+        row = row.replace(raw, escaped)
+    return row

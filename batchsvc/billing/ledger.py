@@ -1,0 +1,86 @@
+"""The arithmetic of the ledger: which accounts a posting moves money between. Pure; billing/queries.py stores it.
+
+Double entry, in two phases, append-only:
+    reserve  available:<project> -> reserved:<project>   the most that the batch can cost, when it is planned
+    part     reserved:<project>  -> revenue              what the delivered lines of a part cost
+    release  reserved:<project>  -> available:<project>  what is left, when the batch ends
+Entries of a posting sum to 0. Its key makes a repeated posting a no-op. After the release a batch holds nothing in
+`reserved`, and `revenue` holds the sum of its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REVENUE = "revenue"
+
+
+def available(project_id: str) -> str:
+    return f"available:{project_id}"
+
+
+def reserved(project_id: str) -> str:
+    return f"reserved:{project_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting:
+    """A balanced transaction that isn't stored yet: `amount_nanos` leaves `source` and arrives in `target`."""
+
+    kind: str
+    key: str
+    batch_id: str
+    project_id: str
+    source: str
+    target: str
+    amount_nanos: int
+    part_id: str | None = None
+
+    def entries(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """(account, amount) twice; the amounts sum to 0."""
+        return (self.source, -self.amount_nanos), (self.target, self.amount_nanos)
+
+
+def reserve(project_id: str, batch_id: str, amount_nanos: int) -> Posting:
+    _refuse_negative("reservation", batch_id, amount_nanos)
+    return Posting(
+        kind="reserve",
+        key=f"reserve:{batch_id}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=available(project_id),
+        target=reserved(project_id),
+        amount_nanos=amount_nanos,
+    )
+
+
+def part(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posting:
+    _refuse_negative("cost", part_id, cost_nanos)
+    return Posting(
+        kind="part",
+        key=f"part:{part_id}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=reserved(project_id),
+        target=REVENUE,
+        amount_nanos=cost_nanos,
+        part_id=part_id,
+    )
+
+
+def release(project_id: str, batch_id: str, fin_epoch: int, held_nanos: int) -> Posting:
+    """Gives back `held_nanos`, the batch's balance in `reserved`: a second release finds 0 and moves nothing."""
+    return Posting(
+        kind="release",
+        key=f"release:{batch_id}:{fin_epoch}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=reserved(project_id),
+        target=available(project_id),
+        amount_nanos=held_nanos,
+    )
+
+
+def _refuse_negative(what: str, whose: str, amount_nanos: int) -> None:
+    if amount_nanos < 0:
+        raise ValueError(f"The {what} of {whose} is negative: {amount_nanos} nano-dollars.")

@@ -1,0 +1,138 @@
+"""Prices at the door and postings by name: what batches and workers call; each runs in the caller's transaction."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sqlalchemy.orm import Session
+
+from batchsvc.billing import ledger, pricing, queries
+from batchsvc.clock import now_ms
+from batchsvc.errors import InvalidRequestError
+from batchsvc.money import Rates
+
+
+class BilledBatch(Protocol):
+    """What billing needs to know of a batch (the table's class fits)."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def project_id(self) -> str: ...
+    @property
+    def api_key_id(self) -> str: ...
+    @property
+    def model_id(self) -> str | None: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def price_version(self) -> int: ...
+    @property
+    def reserved_nanos(self) -> int: ...
+    @property
+    def fin_epoch(self) -> int: ...
+
+
+class BilledPart(Protocol):
+    """What billing needs to know of a part (the table's class fits)."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def lines_ok(self) -> int: ...
+    @property
+    def input_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def cost_nanos(self) -> int: ...
+    @property
+    def created_ms(self) -> int: ...
+
+
+def seed_prices(session: Session) -> None:
+    """Puts the shipped price book into the database; a book that is there stays as it is."""
+    publish_book(session, pricing.shipped_book())
+
+
+def publish_book(session: Session, book: pricing.PriceBook) -> None:
+    """Adds a version of the price book, in force from now on."""
+    now = now_ms()
+    queries.insert_prices(
+        session,
+        [
+            {
+                "version": book.version,
+                "model": model,
+                "tier": tier,
+                "kind": kind,
+                "nanos_per_mtok": getattr(rates, kind),
+                "effective_ms": now,
+            }
+            for (model, tier), rates in book.rates.items()
+            for kind in pricing.KINDS
+        ],
+    )
+
+
+def current_version(session: Session) -> int:
+    """Version of the price book in force. Raises InvalidRequestError when there is none."""
+    version = queries.newest_version(session, now_ms())
+    if version is None:
+        raise InvalidRequestError(
+            "There is no price book: nothing can run until prices are set.", code="model_not_priced"
+        )
+    return version
+
+
+def rates_for(session: Session, model_id: str, tier: str, version: int) -> Rates:
+    """Rates of a model, or of `default`. Raises InvalidRequestError (code `model_not_priced`) if neither has them."""
+    for model in (model_id, pricing.DEFAULT_MODEL):
+        found = queries.rates_of(session, version, model, tier)
+        if set(found) == set(pricing.KINDS) and min(found.values()) >= 0:
+            return Rates(**found)
+    raise InvalidRequestError(
+        f"The model {model_id!r} has no price for the tier {tier!r} in version {version} of the price book.",
+        code="model_not_priced",
+        param="model",
+    )
+
+
+def post_reserve(session: Session, batch: BilledBatch) -> bool:
+    """Reserves `batch.reserved_nanos`. False when it was reserved before."""
+    posting = ledger.reserve(batch.project_id, batch.id, batch.reserved_nanos)
+    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now_ms())
+
+
+def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
+    """Adds a part's usage row and moves its cost from `reserved` to `revenue`. False when that was done before."""
+    posting = ledger.part(batch.project_id, batch.id, part.id, part.cost_nanos)
+    if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=part.created_ms):
+        return False
+    queries.insert_usage(
+        session,
+        {
+            "part_id": part.id,
+            "project_id": batch.project_id,
+            "api_key_id": batch.api_key_id,
+            "batch_id": batch.id,
+            "model": batch.model_id or "",
+            "tier": batch.tier,
+            "created_ms": part.created_ms,
+            "requests": part.lines_ok,
+            "input_tokens": part.input_tokens,
+            "cached_tokens": part.cached_tokens,
+            "output_tokens": part.output_tokens,
+            "cost_nanos": part.cost_nanos,
+        },
+    )
+    return True
+
+
+def post_release(session: Session, batch: BilledBatch) -> bool:
+    """Gives what the batch still holds back to the project. False when this attempt released before."""
+    held = queries.held_nanos(session, batch.project_id, batch.id)
+    posting = ledger.release(batch.project_id, batch.id, batch.fin_epoch, held)
+    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now_ms())

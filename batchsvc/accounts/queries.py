@@ -1,0 +1,34 @@
+"""SQL of projects and keys."""
+
+from __future__ import annotations
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from batchsvc.accounts.tables import ApiKey, Project
+
+
+def project(session: Session, project_id: str) -> Project | None:
+    """One project by its id."""
+    return session.get(Project, project_id)
+
+
+def project_named(session: Session, name: str) -> Project | None:
+    """The oldest project of this name."""
+    return session.scalars(select(Project).where(Project.name == name).order_by(Project.created_ms).limit(1)).first()
+
+
+def key(session: Session, key_id: str) -> ApiKey | None:
+    """One key by its public part."""
+    return session.get(ApiKey, key_id)
+
+
+def keys(session: Session, project_id: str | None) -> list[ApiKey]:
+    """Keys of one project, or of all, oldest first."""
+    found = select(ApiKey).order_by(ApiKey.created_ms, ApiKey.id)
+    return list(session.scalars(found if project_id is None else found.where(ApiKey.project_id == project_id)))
+
+
+def revoke(session: Session, key_id: str, now_ms: int) -> None:
+    """Mark a key as revoked; the first time stays."""
+    session.execute(update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_ms.is_(None)).values(revoked_ms=now_ms))

@@ -1,0 +1,86 @@
+"""What can be done with projects and keys, and who a key stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.accounts import keys, queries
+from batchsvc.accounts.tables import ApiKey, Project
+from batchsvc.clock import now_ms
+from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError
+
+_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call: a key of a project. An admin key may also manage keys and models."""
+
+    project_id: str
+    api_key_id: str
+    is_admin: bool
+
+
+def create_project(session: Session, name: str) -> Project:
+    """A new tenant with a salt of its own."""
+    made = Project(id=ids.project_id(), name=_checked(name), salt=ids.random_text(32), weight=1, created_ms=now_ms())
+    session.add(made)
+    session.flush()
+    return made
+
+
+def project_named(session: Session, name: str) -> Project | None:
+    """The project of this name, if there is one."""
+    return queries.project_named(session, name)
+
+
+def create_key(session: Session, project_id: str, name: str, is_admin: bool = False) -> tuple[ApiKey, str]:
+    """A new key of a project: its row, and the text that is shown this once."""
+    if queries.project(session, project_id) is None:
+        raise NotFoundError(f"There is no project {project_id}.", param="project_id")
+    new = keys.make()
+    row = ApiKey(
+        id=new.id,
+        project_id=project_id,
+        name=_checked(name),
+        hash=new.hash,
+        is_admin=is_admin,
+        created_ms=now_ms(),
+        revoked_ms=None,
+    )
+    session.add(row)
+    session.flush()
+    return row, new.text
+
+
+def revoke_key(session: Session, key_id: str) -> ApiKey:
+    """End a key at once; revoking it again changes nothing."""
+    row = queries.key(session, key_id)
+    if row is None:
+        raise NotFoundError(f"There is no key {key_id}.", param="key_id")
+    queries.revoke(session, key_id, now_ms())
+    session.refresh(row)
+    return row
+
+
+def list_keys(session: Session, project_id: str | None = None) -> list[ApiKey]:
+    """Keys of one project, or of all; never their texts, which nobody has."""
+    return queries.keys(session, project_id)
+
+
+def caller(session: Session, secret: str) -> Caller:
+    """Who this key stands for. Raises AuthenticationError for a key that is wrong or revoked."""
+    key_id = keys.id_of(secret)
+    row = queries.key(session, key_id) if key_id else None
+    if row is None or not keys.matches(secret, row.hash) or row.revoked_ms is not None:
+        raise AuthenticationError("This API key is not valid: check it, or ask for a new one.", code="invalid_api_key")
+    return Caller(row.project_id, row.id, row.is_admin)
+
+
+def _checked(name: str) -> str:
+    if not name.strip() or len(name) > _NAME_CHARS or not name.isprintable():
+        raise InvalidRequestError(f"name must be 1 to {_NAME_CHARS} printable characters.", param="name")
+    return name

@@ -1,0 +1,93 @@
+"""The registry of models that batches may name, and of other names for them.
+
+An alias points at a model, never at another alias, so that one look-up resolves a name. A batch pins the alias table
+when it is created: what a name means doesn't change under a batch that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from batchsvc.batches import queries
+from batchsvc.batches.tables import Model
+from batchsvc.clock import now_ms
+from batchsvc.errors import InvalidRequestError, NotFoundError
+
+_NAME_CHARS = 255
+
+
+def register(
+    session: Session,
+    name: str,
+    path: str,
+    *,
+    digest: str,
+    context_tokens: int,
+    weight_format: str = "bf16",
+    kv_format: str = "bf16",
+) -> Model:
+    """Make a model known under `name`, or update it. A path or hf: name may stand under its own spelling."""
+    _check_name(name, "name")
+    row = queries.model(session, name)
+    if row is not None and row.alias_of is not None:
+        raise InvalidRequestError(f"{name} is an alias of {row.alias_of}: delete the alias first.", param="name")
+    if row is None:
+        row = Model(id=name, created_ms=now_ms())
+        session.add(row)
+    row.path, row.digest, row.context_tokens = path, digest, context_tokens
+    row.weight_format, row.kv_format = weight_format, kv_format
+    session.flush()
+    return row
+
+
+def resolve(session: Session, name: str, aliases: Mapping[str, Any] | None = None) -> Model | None:
+    """The model behind a name, or None. `aliases` is the table that a batch has pinned; without it, today's."""
+    if aliases is not None:
+        row = queries.model(session, str(aliases.get(name, name)))
+        return row if row is not None and row.alias_of is None else None
+    row = queries.model(session, name)
+    return queries.model(session, row.alias_of) if row is not None and row.alias_of is not None else row
+
+
+def alias(session: Session, name: str, target: str) -> Model:
+    """Let `name` mean the model `target`; an alias that exists is pointed anew."""
+    _check_name(name, "name")
+    real = resolve(session, target)
+    if real is None:
+        raise NotFoundError(f"There is no model {target}.", code="model_not_found", param="target")
+    row = queries.model(session, name)
+    if row is not None and row.alias_of is None:
+        raise InvalidRequestError(f"{name} is a model of its own, so it can't be an alias.", param="name")
+    if row is None:
+        row = Model(id=name, created_ms=now_ms())
+        session.add(row)
+    row.alias_of = real.id
+    session.flush()
+    return row
+
+
+def unalias(session: Session, name: str) -> None:
+    """Forget an alias. Batches that pinned it keep what it meant."""
+    row = queries.model(session, name)
+    if row is None or row.alias_of is None:
+        raise NotFoundError(f"There is no alias {name}.", code="model_not_found", param="name")
+    session.delete(row)
+    session.flush()
+
+
+def alias_table(session: Session) -> dict[str, str]:
+    """Every alias with the name of its model: what a new batch pins."""
+    return {row.id: row.alias_of for row in queries.models(session) if row.alias_of is not None}
+
+
+def list_models(session: Session) -> list[Model]:
+    """All models, then all aliases, each oldest first."""
+    return sorted(queries.models(session), key=lambda row: (row.alias_of is not None, row.created_ms, row.id))
+
+
+def _check_name(name: str, param: str) -> None:
+    if not name.strip() or len(name) > _NAME_CHARS or not name.isprintable():
+        raise InvalidRequestError(f"A model's name must be 1 to {_NAME_CHARS} printable characters.", param=param)

@@ -1,0 +1,54 @@
+"""The layout of the bucket: one function a kind of object, so that no key is put together anywhere else.
+
+Keys are made of our own ids, never of a user's text. Objects are immutable: a key that carries an epoch is written by
+the owner of that epoch alone.
+"""
+
+from __future__ import annotations
+
+PROBE = "probe/ready"  # written by the readiness check
+
+
+def input_file(project_id: str, file_id: str) -> str:
+    """An uploaded file."""
+    return f"in/{project_id}/{file_id}"
+
+
+def unit(batch_id: str, plan_epoch: int, no: int) -> str:
+    """The tokenized requests of one unit (Parquet)."""
+    return f"batch/{batch_id}/unit/{plan_epoch}-{no}.parquet"
+
+
+def part(batch_id: str, epoch: int, part_id: str) -> str:
+    """Finished lines of one unit (JSONL, zstd)."""
+    return f"batch/{batch_id}/part/{epoch}-{part_id}.jsonl.zst"
+
+
+def window_lines(batch_id: str, plan_epoch: int, no: int) -> str:
+    """Line numbers and custom_ids of a window, for the lines that never ran."""
+    return f"batch/{batch_id}/window/{plan_epoch}-{no}.lines"
+
+
+def digests(batch_id: str, plan_epoch: int, no: int) -> str:
+    """Digests of the custom_ids of a window, so that a planner that was killed resumes."""
+    return f"batch/{batch_id}/window/{plan_epoch}-{no}.digests"
+
+
+def spool(batch_id: str, fin_epoch: int, window_no: int, bucket: int) -> str:
+    """Lines of one bucket of a window while the finalizer merges."""
+    return f"batch/{batch_id}/fin/{fin_epoch}/{window_no}-{bucket}.spool"
+
+
+def carry(batch_id: str, fin_epoch: int, window_no: int, kind: str) -> str:
+    """The remainder of a stream that was too small for a multipart part; `kind` is output or error."""
+    return f"batch/{batch_id}/fin/{fin_epoch}/{window_no}-{kind}.carry"
+
+
+def output(batch_id: str, fin_epoch: int, kind: str) -> str:
+    """A published result file; `kind` is output or error."""
+    return f"batch/{batch_id}/out/{fin_epoch}/{kind}.jsonl"
+
+
+def of_batch(batch_id: str) -> str:
+    """Prefix of every object that belongs to a batch."""
+    return f"batch/{batch_id}/"

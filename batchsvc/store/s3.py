@@ -1,0 +1,220 @@
+"""The object store: S3 through boto3, nothing else. Every error of botocore becomes one of ours here.
+
+Objects are immutable, so a read that breaks off is continued where it stopped, under the ETag it began with: what
+comes back is one version of the object, whole, or an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+from batchsvc.errors import NotFoundError, UnavailableError
+from batchsvc.settings import Settings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import CompletedPartTypeDef, GetObjectRequestTypeDef
+
+MIN_PART_BYTES = 5 * 1024 * 1024  # S3 refuses smaller multipart parts, except the last
+_MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound", "NoSuchUpload"}
+_DELETE_LIMIT = 1_000  # most keys in one DeleteObjects call
+_READ_ATTEMPTS = 4  # reads in a row that may break off without bringing a byte
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Size and version of a stored object."""
+
+    size_bytes: int
+    etag: str
+
+
+class ObjectStore:
+    """One bucket. Thread-safe. Raises NotFoundError for a missing object, UnavailableError for everything else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.bucket = settings.bucket
+        self._client: S3Client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=settings.s3_endpoint,
+            aws_access_key_id=settings.s3_access_key,
+            aws_secret_access_key=settings.s3_secret_key,
+            region_name=settings.s3_region,
+            config=Config(
+                connect_timeout=3,
+                read_timeout=20,
+                retries={"mode": "standard", "total_max_attempts": 4},
+                max_pool_connections=32,
+                # addresses of S3 stand-ins are IPs and ports, where a bucket can't be a host name
+                s3={"addressing_style": "path" if settings.s3_endpoint else "auto"},
+                # proxies of the shell must never see an S3 that runs beside us
+                proxies={} if settings.s3_endpoint else None,
+            ),
+        )
+
+    def ensure_bucket(self) -> None:
+        """Make the bucket if it isn't there."""
+        with self._errors("the bucket"):
+            try:
+                self._client.head_bucket(Bucket=self.bucket)
+            except ClientError as error:
+                if _code(error) not in _MISSING:
+                    raise
+                try:
+                    self._client.create_bucket(Bucket=self.bucket)
+                except ClientError as race:
+                    if _code(race) not in {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}:
+                        raise
+
+    def put(self, key: str, data: bytes, *, content_type: str = "application/octet-stream") -> str:
+        """Store an object in one call and return its ETag."""
+        with self._errors(key):
+            answer = self._client.put_object(Bucket=self.bucket, Key=key, Body=data, ContentType=content_type)
+            return _bare(answer["ETag"])
+
+    def get(self, key: str) -> bytes:
+        """A whole object, for the small ones; use `stream` for what a user's file may reach."""
+        return b"".join(self.stream(key))
+
+    def stream(
+        self, key: str, *, start: int = 0, end: int | None = None, etag: str | None = None, chunk: int = 1 << 20
+    ) -> Iterator[bytes]:
+        """Bytes [start, end) of an object, in pieces of at most `chunk` bytes.
+
+        With `etag`, another version than this one is an UnavailableError. An object that ends before `end` gives what
+        it has.
+        """
+        position, failures = start, 0
+        while end is None or position < end:
+            call: GetObjectRequestTypeDef = {
+                "Bucket": self.bucket,
+                "Key": key,
+                "Range": f"bytes={position}-{'' if end is None else end - 1}",
+            }
+            if etag:
+                call["IfMatch"] = f'"{etag}"'
+            with self._errors(key):
+                try:
+                    answer = self._client.get_object(**call)
+                except ClientError as error:
+                    if _code(error) == "InvalidRange":  # at or past the end: an empty object, or nothing left
+                        return
+                    raise
+            etag = _bare(answer["ETag"])
+            body, left = answer["Body"], answer["ContentLength"]
+            try:
+                while left > 0:
+                    piece = body.read(min(chunk, left))
+                    if not piece:
+                        break
+                    left -= len(piece)
+                    position += len(piece)
+                    failures = 0
+                    yield piece
+            except (BotoCoreError, OSError) as error:
+                failures += 1
+                if failures >= _READ_ATTEMPTS:
+                    raise UnavailableError("The object store broke off while reading.") from error
+                continue
+            finally:
+                body.close()
+            if left == 0:
+                return
+            failures += 1
+            if failures >= _READ_ATTEMPTS:
+                raise UnavailableError("The object store broke off while reading.")
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size and ETag, or None if there is no such object."""
+        with self._errors(key):
+            try:
+                answer = self._client.head_object(Bucket=self.bucket, Key=key)
+            except ClientError as error:
+                if _code(error) in _MISSING:
+                    return None
+                raise
+            return ObjectInfo(answer["ContentLength"], _bare(answer["ETag"]))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; one that is already gone is no error."""
+        left_keys = iter(keys)
+        while some := list(islice(left_keys, _DELETE_LIMIT)):
+            with self._errors(some[0]):
+                answer = self._client.delete_objects(
+                    Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True}
+                )
+            left = [error for error in answer.get("Errors", []) if error.get("Code") not in _MISSING]
+            if left:
+                raise UnavailableError(f"The object store kept {len(left)} of {len(some)} objects: {left[0]['Code']}.")
+
+    def list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys under a prefix, each with the milliseconds when it was last written. For the garbage audit only."""
+        with self._errors(prefix):
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
+                for item in page.get("Contents", []):
+                    yield item["Key"], int(item["LastModified"].timestamp() * 1000)
+
+    def start_multipart(self, key: str, *, content_type: str = "application/octet-stream") -> str:
+        """Begin an object that is made of parts; returns the upload's id."""
+        with self._errors(key):
+            answer = self._client.create_multipart_upload(Bucket=self.bucket, Key=key, ContentType=content_type)
+            return answer["UploadId"]
+
+    def upload_part(self, key: str, upload_id: str, number: int, data: bytes) -> str:
+        """Upload part `number` (from 1; at least MIN_PART_BYTES unless the last) and return its ETag."""
+        with self._errors(key):
+            answer = self._client.upload_part(
+                Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=data
+            )
+            return _bare(answer["ETag"])
+
+    def complete_multipart(self, key: str, upload_id: str, etags: list[str]) -> str:
+        """Join the parts 1..len(etags) into the object and return its ETag."""
+        parts: list[CompletedPartTypeDef] = [
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)
+        ]
+        with self._errors(key):
+            answer = self._client.complete_multipart_upload(
+                Bucket=self.bucket,
+                Key=key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+            return _bare(answer["ETag"])
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Give an unfinished upload up; one that is already gone is no error."""
+        with self._errors(key):
+            try:
+                self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload_id)
+            except ClientError as error:
+                if _code(error) not in _MISSING:
+                    raise
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ClientError as error:
+            code = _code(error)
+            if code in _MISSING:
+                raise NotFoundError(f"The object store has no object {what}.", code="object_not_found") from error
+            raise UnavailableError(f"The object store refused {what}: {code}.", code="store_refused") from error
+        except (BotoCoreError, HTTPClientError, OSError) as error:
+            raise UnavailableError("The object store doesn't answer.", code="store_unavailable") from error
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", "unknown"))
+
+
+def _bare(etag: str) -> str:
+    return etag.strip('"')

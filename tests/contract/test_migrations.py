@@ -1,0 +1,76 @@
+"""The migrations and the tables in code agree, on both databases, however many processes migrate at once."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import inspect, text
+
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
+from batchsvc.settings import SettingsError
+from batchsvc.tables import metadata
+
+
+def test_head_equals_the_tables_in_code(database_url: str) -> None:
+    assert migrate.current(database_url) is None
+    migrate.upgrade(database_url)
+    config = Config(stdout=io.StringIO())
+    config.set_main_option("script_location", str(files("migrations")))
+    database = Database(database_url)
+    with database.engine.connect() as connection:
+        config.attributes["connection"] = connection
+        command.check(config)  # raises if they differ
+    tables = set(inspect(database.engine).get_table_names())
+    database.dispose()
+    assert tables == {*metadata.tables, "alembic_version"}
+
+
+def test_four_processes_migrate_once(database_url: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "DATABASE_URL": database_url, "REDIS_URL": "redis://unused"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "batchsvc.db.migrate"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for _ in range(4)
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said.decode()
+    database = Database(database_url)
+    with database.reading() as session:
+        assert session.execute(text("SELECT count(*) FROM alembic_version")).scalar_one() == 1
+    database.dispose()
+
+
+def test_a_newer_schema_is_refused(database_url: str) -> None:
+    migrate.upgrade(database_url)
+    migrate.upgrade(database_url)  # again changes nothing
+    database = Database(database_url)
+    with database.transaction() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    database.dispose()
+    with pytest.raises(SettingsError, match=r"newer version of batchsvc \(revision 9999\)"):
+        migrate.upgrade(database_url)
+
+
+def test_a_failed_migration_leaves_nothing(database_url: str) -> None:
+    database = Database(database_url)
+    with database.transaction() as session:
+        session.execute(text("CREATE TABLE units (x INTEGER)"))  # in the way of the first revision
+    with pytest.raises(Exception, match="already exists"):
+        migrate.upgrade(database_url)
+    assert inspect(database.engine).get_table_names() == ["units"]
+    database.dispose()

@@ -18,6 +18,13 @@ def project_named(session: Session, name: str) -> Project | None:
     return session.scalars(select(Project).where(Project.name == name).order_by(Project.created_ms).limit(1)).first()
 
 
+def salts(session: Session, project_ids: set[str]) -> dict[str, str]:
+    """Salts of these projects by id."""
+    return {
+        row.id: row.salt for row in session.execute(select(Project.id, Project.salt).where(Project.id.in_(project_ids)))
+    }
+
+
 def key(session: Session, key_id: str) -> ApiKey | None:
     """One key by its public part."""
     return session.get(ApiKey, key_id)

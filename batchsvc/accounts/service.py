@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
@@ -35,6 +36,11 @@ def create_project(session: Session, name: str) -> Project:
 def project_named(session: Session, name: str) -> Project | None:
     """The project of this name, if there is one."""
     return queries.project_named(session, name)
+
+
+def salts(session: Session, project_ids: Iterable[str]) -> dict[str, str]:
+    """The salts that separate the prefix caches of these projects, by project."""
+    return queries.salts(session, set(project_ids))
 
 
 def create_key(session: Session, project_id: str, name: str, is_admin: bool = False) -> tuple[ApiKey, str]:

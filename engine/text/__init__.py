@@ -1,0 +1,56 @@
+"""Everything about a model that deals with text, loaded without torch: metadata, tokenizer, chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import RequestError
+from engine.load.meta import ModelMeta, read_meta
+from engine.text.chat import ChatTemplate
+from engine.text.detokenize import Detokenizer
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "TextModel", "Tokenizer", "load_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """A model's text side. Thread-safe."""
+
+    meta: ModelMeta
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a chat. Raises RequestError when the template refuses it or the model has none."""
+        if self.template is None:
+            raise RequestError(
+                f"The model {self.meta.name} has no chat template.", code="no_chat_template", param="model"
+            )
+        return self.template.render(messages)
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt of a chat as token ids."""
+        return self.tokenizer.encode(self.render(messages))
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered prompts, in order; on all cores, without the GIL."""
+        return self.tokenizer.encode_batch(texts)
+
+
+def load_text(path: str | Path) -> TextModel:
+    """Loads the text side of the model at `path`. Raises ModelError in one sentence."""
+    meta = read_meta(path)
+    if meta.path.is_dir():
+        tokenizer = Tokenizer.from_json(meta.path / "tokenizer.json")
+    else:
+        from engine.load.gguf import GGUFFile
+
+        tokenizer = Tokenizer.from_gguf(GGUFFile(meta.path).fields, meta.path)
+    template = None
+    if meta.chat_template is not None:
+        template = ChatTemplate(meta.chat_template, bos_token=meta.bos_token, eos_token=meta.eos_token)
+    return TextModel(meta, tokenizer, template)

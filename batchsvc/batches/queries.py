@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.batches.tables import Model
+from batchsvc.batches.tables import Batch, Model, Unit, Worker
+from batchsvc.db.keyset import Cursor, page
 
 
 def model(session: Session, name: str) -> Model | None:
@@ -16,3 +20,71 @@ def model(session: Session, name: str) -> Model | None:
 def models(session: Session) -> list[Model]:
     """All models and aliases."""
     return list(session.scalars(select(Model)))
+
+
+def batch(session: Session, project_id: str, batch_id: str) -> Batch | None:
+    """One batch of a project, as it is now."""
+    found = select(Batch).where(Batch.id == batch_id, Batch.project_id == project_id)
+    return session.scalars(found.execution_options(populate_existing=True)).first()
+
+
+def batches(
+    session: Session, project_id: str, *, after: Cursor | None, limit: int, ascending: bool, name: str | None
+) -> list[Batch]:
+    """At most `limit` batches of a project beyond `after`. Served by ix_batches_listing."""
+    wanted = select(Batch).where(Batch.project_id == project_id)
+    if name is not None:
+        wanted = wanted.where(Batch.name == name)
+    return list(session.scalars(page(wanted, Batch.created_ms, Batch.id, after, limit, ascending)))
+
+
+def batches_like(session: Session, api_key_id: str, input_file_id: str, since_ms: int) -> list[Batch]:
+    """Batches that a key has made of a file since then, newest first: candidates for a repeated create."""
+    wanted = select(Batch).where(
+        Batch.input_file_id == input_file_id, Batch.api_key_id == api_key_id, Batch.created_ms >= since_ms
+    )
+    return list(session.scalars(wanted.order_by(Batch.created_ms.desc(), Batch.id.desc())))
+
+
+def live_batch_of(session: Session, file_id: str, ended: Collection[str]) -> str | None:
+    """A batch that still reads this file, or None. `ended` are the statuses of batches that read nothing more."""
+    reading = select(Batch.id).where(Batch.input_file_id == file_id, Batch.status.not_in(ended))
+    return session.scalars(reading.limit(1)).first()
+
+
+def update_batch(
+    session: Session, batch_id: str, *, from_: Collection[str], fence: Mapping[str, Any], values: Mapping[str, Any]
+) -> bool:
+    """Change a batch only if it is in one of these statuses and the columns of `fence` are as said."""
+    guarded = update(Batch).where(Batch.id == batch_id, Batch.status.in_(from_))
+    for column, value in fence.items():
+        guarded = guarded.where(getattr(Batch, column) == value)
+    changed = session.execute(guarded.values(**values).returning(Batch.id)).all()
+    return bool(changed)
+
+
+def served_digests(session: Session, since_ms: int) -> set[str]:
+    """Models of the workers that gave a sign of life since then and take new work."""
+    alive = select(Worker.model_digest).where(Worker.beat_ms >= since_ms, Worker.is_draining.is_(False))
+    return set(session.scalars(alive.distinct()))
+
+
+def batches_by_status(session: Session) -> dict[str, int]:
+    """Number of batches in each status that occurs."""
+    return _counts(session, select(Batch.status, func.count()).group_by(Batch.status))
+
+
+def claimable_by_model(session: Session, now_ms: int) -> dict[str, int]:
+    """Number of units that a worker could claim now, by the digest of their model."""
+    ready = select(Unit.model_digest, func.count()).where(Unit.state == "ready", Unit.not_before_ms <= now_ms)
+    return _counts(session, ready.group_by(Unit.model_digest))
+
+
+def live_workers_by_model(session: Session, since_ms: int) -> dict[str, int]:
+    """Number of workers that gave a sign of life since then, by the digest of their model."""
+    alive = select(Worker.model_digest, func.count()).where(Worker.beat_ms >= since_ms)
+    return _counts(session, alive.group_by(Worker.model_digest))
+
+
+def _counts(session: Session, query: Select[str, int]) -> dict[str, int]:
+    return dict(session.execute(query).tuples().all())

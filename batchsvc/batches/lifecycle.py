@@ -1,0 +1,82 @@
+"""The statuses of a batch in OpenAI's spelling, and the only moves between them.
+
+    validating -> in_progress -> finalizing -> completed | expired | cancelled
+        |             |               ^
+        |             +-> cancelling -+
+        +-> failed | cancelled | expired      (no lines, no files, no cost)
+
+`finalizing` is entered by sealing: then `why`, the status that the batch will end with, is fixed, and no part is added
+any more. A terminal batch never changes again. Every move is an UPDATE that names the statuses it may start from, so
+of two callers at once one moves and the other learns that it didn't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from batchsvc.batches import queries
+
+
+class Status(StrEnum):
+    """Status of a batch, as stored and as shown."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+ALLOWED: dict[Status, frozenset[Status]] = {
+    Status.VALIDATING: frozenset({Status.IN_PROGRESS, Status.FAILED, Status.CANCELLED, Status.EXPIRED}),
+    Status.IN_PROGRESS: frozenset({Status.FINALIZING, Status.CANCELLING}),
+    Status.CANCELLING: frozenset({Status.FINALIZING}),
+    Status.FINALIZING: frozenset({Status.COMPLETED, Status.EXPIRED, Status.CANCELLED}),
+    Status.FAILED: frozenset(),
+    Status.COMPLETED: frozenset(),
+    Status.EXPIRED: frozenset(),
+    Status.CANCELLED: frozenset(),
+}
+TERMINAL = frozenset(status for status, moves in ALLOWED.items() if not moves)
+
+# when a batch entered a status; the end has one column, because there is only one end
+_STAMPS = {
+    Status.IN_PROGRESS: "in_progress_ms",
+    Status.FINALIZING: "finalizing_ms",
+    Status.CANCELLING: "cancelling_ms",
+    **dict.fromkeys(TERMINAL, "ended_ms"),
+}
+
+
+def sources(to: Status) -> frozenset[Status]:
+    """The statuses from which a batch may move to `to`."""
+    return frozenset(status for status, moves in ALLOWED.items() if to in moves)
+
+
+def can_move(from_: Status, to: Status) -> bool:
+    """Whether a batch may go from one status to the other."""
+    return to in ALLOWED[from_]
+
+
+def move(
+    session: Session,
+    batch_id: str,
+    to: Status,
+    *,
+    now_ms: int,
+    fence: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> bool:
+    """Move a batch, stamp the time, and write `values` with it. False: not in a status to move from, or fenced off.
+
+    `fence` names columns and the values that they must still have, such as {"plan_epoch": 3}.
+    """
+    changes: dict[str, Any] = {"status": to, _STAMPS[to]: now_ms, **(values or {})}
+    return queries.update_batch(session, batch_id, from_=sources(to), fence=fence or {}, values=changes)

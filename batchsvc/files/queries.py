@@ -1,0 +1,56 @@
+"""SQL of files. A file that is deleted or past its life is gone for every reader, at once."""
+
+from __future__ import annotations
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import ColumnElement
+
+from batchsvc.db.keyset import Cursor, page
+from batchsvc.files.tables import File
+
+
+def file(session: Session, project_id: str, file_id: str, now_ms: int) -> File | None:
+    """One file of a project that is still there."""
+    return session.scalars(
+        select(File).where(File.id == file_id, File.project_id == project_id, _is_there(now_ms))
+    ).first()
+
+
+def cursor(session: Session, project_id: str, file_id: str) -> Cursor | None:
+    """Where a file stands in the listing; a deleted one keeps its place, so that a walk over pages goes on."""
+    row = session.scalars(select(File).where(File.id == file_id, File.project_id == project_id)).first()
+    return Cursor(row.created_ms, row.id) if row else None
+
+
+def files(
+    session: Session,
+    project_id: str,
+    *,
+    after: Cursor | None,
+    limit: int,
+    ascending: bool,
+    purpose: str | None,
+    now_ms: int,
+) -> list[File]:
+    """At most `limit` files of a project beyond `after`. Served by ix_files_listing."""
+    wanted = select(File).where(File.project_id == project_id, _is_there(now_ms))
+    if purpose is not None:
+        wanted = wanted.where(File.purpose == purpose)
+    return list(session.scalars(page(wanted, File.created_ms, File.id, after, limit, ascending)))
+
+
+def mark_deleted(session: Session, file_id: str, now_ms: int) -> bool:
+    """Delete a file; False if somebody else just did."""
+    mark = update(File).where(File.id == file_id, File.deleted_ms.is_(None)).values(deleted_ms=now_ms)
+    return bool(session.execute(mark.returning(File.id)).all())
+
+
+def expired(session: Session, now_ms: int, limit: int) -> list[File]:
+    """Files whose life is over and that nobody has deleted, for the reaper alone to take."""
+    over = select(File).where(File.deleted_ms.is_(None), File.expires_ms <= now_ms).order_by(File.expires_ms)
+    return list(session.scalars(over.limit(limit).with_for_update(skip_locked=True)))
+
+
+def _is_there(now_ms: int) -> ColumnElement[bool]:
+    return File.deleted_ms.is_(None) & or_(File.expires_ms.is_(None), File.expires_ms > now_ms)

@@ -1,0 +1,192 @@
+"""What can be done with files, apart from moving their bytes: record, find, list, delete, expire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.db.session import database_now_ms
+from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.files import queries
+from batchsvc.files.tables import File
+from batchsvc.http.paging import PageArgs
+
+PURPOSE = "batch"
+RESULT_PURPOSE = "batch_output"
+SUFFIXES = (".jsonl", ".parquet")
+MIN_LIFE_S, MAX_LIFE_S = 3_600, 2_592_000
+_FILENAME_BYTES = 255
+_EXPIRE_AT_ONCE = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object that is in the store and isn't a file yet."""
+
+    s3_key: str
+    etag: str
+    sha256: str
+    size_bytes: int
+
+
+def add_upload(
+    session: Session, stored: StoredObject, *, file_id: str, project_id: str, filename: str, life_s: int
+) -> File:
+    """Record an uploaded file."""
+    now = database_now_ms(session)
+    return _add(
+        session,
+        File(
+            id=file_id,
+            project_id=project_id,
+            purpose=PURPOSE,
+            filename=filename,
+            s3_key=stored.s3_key,
+            etag=stored.etag,
+            sha256=stored.sha256,
+            size_bytes=stored.size_bytes,
+            created_ms=now,
+            expires_ms=now + life_s * 1000,
+            deleted_ms=None,
+        ),
+    )
+
+
+def add_result(
+    session: Session,
+    *,
+    project_id: str,
+    filename: str,
+    s3_key: str,
+    etag: str,
+    sha256: str,
+    size_bytes: int,
+    created_ms: int,
+    expires_ms: int,
+) -> File:
+    """Record a result file that the finalizer has written."""
+    return _add(
+        session,
+        File(
+            id=ids.file_id(),
+            project_id=project_id,
+            purpose=RESULT_PURPOSE,
+            filename=filename,
+            s3_key=s3_key,
+            etag=etag,
+            sha256=sha256,
+            size_bytes=size_bytes,
+            created_ms=created_ms,
+            expires_ms=expires_ms,
+            deleted_ms=None,
+        ),
+    )
+
+
+def find(session: Session, project_id: str, file_id: str) -> File | None:
+    """A file of this project that is still there, or None."""
+    return queries.file(session, project_id, file_id, database_now_ms(session))
+
+
+def get(session: Session, project_id: str, file_id: str) -> File:
+    """A file of this project. Raises NotFoundError."""
+    row = find(session, project_id, file_id)
+    if row is None:
+        raise NotFoundError(f"No such File object: {file_id}", param="id")
+    return row
+
+
+def list_files(session: Session, project_id: str, page: PageArgs, purpose: str | None) -> list[File]:
+    """One more file than the page holds, if there is one."""
+    after = None
+    if page.after is not None:
+        after = page.known(queries.cursor(session, project_id, page.after))
+    return queries.files(
+        session,
+        project_id,
+        after=after,
+        limit=page.limit + 1,
+        ascending=page.is_ascending,
+        purpose=purpose,
+        now_ms=database_now_ms(session),
+    )
+
+
+def delete(
+    session: Session,
+    project_id: str,
+    file_id: str,
+    *,
+    live_batch_of: Callable[[Session, str], str | None],
+    discard: Callable[[Session, str], None],
+) -> File:
+    """Delete a file unless a batch still reads it. `discard` has the object removed later."""
+    row = get(session, project_id, file_id)
+    user = live_batch_of(session, row.id)
+    if user is not None:
+        raise InvalidRequestError(
+            f"File {row.id} is the input of {user}, which hasn't ended: wait for it or cancel it first.",
+            code="file_in_use",
+            param="id",
+        )
+    if queries.mark_deleted(session, row.id, database_now_ms(session)):
+        discard(session, row.s3_key)
+    return row
+
+
+def expire(
+    session: Session,
+    *,
+    live_batch_of: Callable[[Session, str], str | None],
+    discard: Callable[[Session, str], None],
+) -> int:
+    """Delete files whose life is over, a bounded number at once. An input that a batch still reads stays till later."""
+    now, taken = database_now_ms(session), 0
+    for row in queries.expired(session, now, _EXPIRE_AT_ONCE):
+        if live_batch_of(session, row.id) is None and queries.mark_deleted(session, row.id, now):
+            discard(session, row.s3_key)
+            taken += 1
+    return taken
+
+
+def clean_filename(raw: str) -> str:
+    """A client's file name as we keep and show it: the last path component, printable, at most 255 bytes."""
+    name = raw.replace("\\", "/").rsplit("/", 1)[-1]
+    name = "".join(character for character in name if character.isprintable()).strip()
+    while len(name.encode()) > _FILENAME_BYTES:
+        stem, dot, suffix = name.rpartition(".")
+        name = f"{stem[:-1]}{dot}{suffix}" if len(stem) > 1 else name[:-1]
+    return name
+
+
+def check_filename(name: str) -> None:
+    """Refuse a name that no batch could read, before its bytes are stored."""
+    if not name.lower().endswith(SUFFIXES):
+        raise InvalidRequestError(
+            "Invalid file format for a batch: the file's name must end in .jsonl or .parquet.",
+            code="invalid_file_format",
+            param="file",
+        )
+
+
+def check_purpose(purpose: str | None) -> None:
+    """Refuse every purpose but `batch`."""
+    if purpose is None:
+        raise InvalidRequestError(
+            "Missing required parameter: 'purpose'.", code="missing_required_parameter", param="purpose"
+        )
+    if purpose != PURPOSE:
+        raise InvalidRequestError(
+            f"'{purpose[:64]}' is not a purpose that this service takes: it runs batches, so use purpose 'batch'.",
+            code="invalid_purpose",
+            param="purpose",
+        )
+
+
+def _add(session: Session, row: File) -> File:
+    session.add(row)
+    session.flush()
+    return row

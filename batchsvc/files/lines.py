@@ -1,0 +1,202 @@
+"""JSONL as a stream of records: every physical line that isn't blank, parsed strictly, or the reason why not.
+
+Lines end at byte 0x0A and nowhere else; a carriage return before it and a byte-order mark at the start of a line are
+dropped. Blank lines are skipped, but line numbers stay physical. A line over the limit is never held in memory. What
+the usual parsers let pass (NaN, lone surrogates, duplicate keys, deep nesting) is refused here, because two readers of
+such a line may read two different requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+MAX_DEPTH = 64
+"""Deepest nesting of arrays and objects in a line."""
+_BOM = b"\xef\xbb\xbf"
+_BLANK = b" \t\r"
+_SHOWN_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why a line, or with `line` None the file, can't be used. The fields are those of a batch's `errors.data`."""
+
+    line: int | None
+    code: str
+    message: str
+    param: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One non-blank line: `value` is its object, or {} when `problem` says why there is none.
+
+    `line_no` is 1-based; `next_offset` is where the next line starts: a byte (JSONL) or a row (Parquet).
+    """
+
+    line_no: int
+    next_offset: int
+    value: dict[str, Any]
+    problem: Problem | None = None
+
+
+class UnreadableFileError(Exception):
+    """The file as a whole can't be read; no line of it can be blamed."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class RawLine(NamedTuple):
+    """A physical line. `data` is None when it is longer than the limit; `size` is its length in bytes."""
+
+    line_no: int
+    next_offset: int
+    size: int
+    data: bytes | None
+
+
+def jsonl_records(
+    chunks: Iterable[bytes], *, max_line_bytes: int, first_line: int = 1, offset: int = 0
+) -> Iterator[Record]:
+    """Records of a JSONL stream that starts at byte `offset` of its file, which is the start of line `first_line`."""
+    for raw in split_lines(chunks, max_line_bytes=max_line_bytes, first_line=first_line, offset=offset):
+        if raw.data is None:
+            problem = Problem(
+                line=raw.line_no,
+                code="line_too_long",
+                message=f"The line has {raw.size} bytes; at most {max_line_bytes} are allowed.",
+            )
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=problem)
+            continue
+        value = parse_object(raw.data, line_no=raw.line_no, code="invalid_json_line", what="The line")
+        if isinstance(value, Problem):
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=value)
+        else:
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value)
+
+
+def split_lines(
+    chunks: Iterable[bytes], *, max_line_bytes: int, first_line: int = 1, offset: int = 0
+) -> Iterator[RawLine]:
+    """Non-blank physical lines without their ends. Holds one chunk and one line of at most `max_line_bytes`."""
+    kept_bytes = max_line_bytes + len(_BOM) + 1  # a mark and a carriage return don't count
+    line_no, start = first_line, offset
+    rest = bytearray()  # the beginning of a line whose end hasn't come yet, cut at kept_bytes + 1
+    rest_size = 0  # its true size
+    for chunk in chunks:
+        pieces = chunk.split(b"\n")
+        for piece in pieces[:-1]:
+            size = rest_size + len(piece)
+            if rest_size:
+                rest += piece[: kept_bytes + 1 - len(rest)]
+                piece = bytes(rest)
+                rest.clear()
+                rest_size = 0
+            start += size + 1
+            yield from _raw_line(line_no, start, size, piece, max_line_bytes)
+            line_no += 1
+        rest += pieces[-1][: kept_bytes + 1 - len(rest)]
+        rest_size += len(pieces[-1])
+    if rest_size:
+        yield from _raw_line(line_no, start + rest_size, rest_size, bytes(rest), max_line_bytes)
+
+
+def _raw_line(line_no: int, next_offset: int, size: int, data: bytes, max_line_bytes: int) -> Iterator[RawLine]:
+    dropped = size - len(data)  # > 0 for a line that was cut
+    if data.startswith(_BOM):
+        data = data[len(_BOM) :]
+        size -= len(_BOM)
+    if not dropped and data.endswith(b"\r"):
+        data = data[:-1]
+        size -= 1
+    if size > max_line_bytes:
+        yield RawLine(line_no, next_offset, size, None)
+    elif data.strip(_BLANK):
+        yield RawLine(line_no, next_offset, size, data)
+
+
+def parse_object(
+    data: bytes, *, line_no: int, code: str, what: str, param: str | None = None
+) -> dict[str, Any] | Problem:
+    """The JSON object in `data`, read as strictly as two readers must agree; else a Problem (never an exception)."""
+
+    def problem(message: str, code: str = code) -> Problem:
+        return Problem(line=line_no, code=code, message=message, param=param)
+
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return problem(f"{what} is not valid JSON: {error.msg} (column {error.colno}).")
+    if not isinstance(value, dict):
+        return problem(f"{what} must be a JSON object, not {json_type(value)}.", "expected_object")
+    if _is_deep(data, value):
+        return problem(f"{what} is nested more than {MAX_DEPTH} levels deep.")
+    try:
+        # numbers as text: Python refuses integers of over 4,300 digits, and their values don't matter here
+        json.loads(data, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
+    except _DuplicateKeyError as error:
+        return problem(f"{what} has the key {shown(error.key)} twice in one object.")
+    return value
+
+
+class _DuplicateKeyError(Exception):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    keys = set()
+    for key, _ in pairs:
+        if key in keys:
+            raise _DuplicateKeyError(key)
+        keys.add(key)
+
+
+def _is_deep(data: bytes, value: dict[str, Any]) -> bool:
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return False  # nearly every line: too few brackets to nest so deep
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def json_type(value: Any) -> str:
+    """JSON's name for the type of a value, with its article."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case str():
+            return "a string"
+        case int() | float():
+            return "a number"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def shown(value: Any) -> str:
+    """A user's value for an error message: JSON, without control characters, cut to a readable length."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"

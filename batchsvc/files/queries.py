@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement
@@ -50,6 +52,11 @@ def expired(session: Session, now_ms: int, limit: int) -> list[File]:
     """Files whose life is over and that nobody has deleted, for the reaper alone to take."""
     over = select(File).where(File.deleted_ms.is_(None), File.expires_ms <= now_ms).order_by(File.expires_ms)
     return list(session.scalars(over.limit(limit).with_for_update(skip_locked=True)))
+
+
+def known_keys(session: Session, s3_keys: Collection[str]) -> set[str]:
+    """Those of these objects that belong to a file that nobody has deleted."""
+    return set(session.scalars(select(File.s3_key).where(File.s3_key.in_(s3_keys), File.deleted_ms.is_(None))))
 
 
 def _is_there(now_ms: int) -> ColumnElement[bool]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 from sqlalchemy.orm import Session
 
@@ -22,18 +21,17 @@ _FILENAME_BYTES = 255
 _EXPIRE_AT_ONCE = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredObject:
-    """An object that is in the store and isn't a file yet."""
-
-    s3_key: str
-    etag: str
-    sha256: str
-    size_bytes: int
-
-
 def add_upload(
-    session: Session, stored: StoredObject, *, file_id: str, project_id: str, filename: str, life_s: int
+    session: Session,
+    *,
+    file_id: str,
+    project_id: str,
+    filename: str,
+    s3_key: str,
+    etag: str,
+    sha256: str,
+    size_bytes: int,
+    life_s: int,
 ) -> File:
     """Record an uploaded file."""
     now = database_now_ms(session)
@@ -44,10 +42,10 @@ def add_upload(
             project_id=project_id,
             purpose=PURPOSE,
             filename=filename,
-            s3_key=stored.s3_key,
-            etag=stored.etag,
-            sha256=stored.sha256,
-            size_bytes=stored.size_bytes,
+            s3_key=s3_key,
+            etag=etag,
+            sha256=sha256,
+            size_bytes=size_bytes,
             created_ms=now,
             expires_ms=now + life_s * 1000,
             deleted_ms=None,
@@ -150,6 +148,11 @@ def expire(
             discard(session, row.s3_key)
             taken += 1
     return taken
+
+
+def known_keys(session: Session, s3_keys: Collection[str]) -> set[str]:
+    """Those of these objects that belong to a file that nobody has deleted."""
+    return queries.known_keys(session, s3_keys)
 
 
 def clean_filename(raw: str) -> str:

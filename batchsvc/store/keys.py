@@ -7,6 +7,8 @@ the owner of that epoch alone.
 from __future__ import annotations
 
 PROBE = "probe/ready"  # written by the readiness check
+INPUTS = "in/"  # prefix of all uploads
+BATCHES = "batch/"  # prefix of all that belongs to batches
 
 
 def input_file(project_id: str, file_id: str) -> str:
@@ -47,6 +49,12 @@ def carry(batch_id: str, fin_epoch: int, window_no: int, kind: str) -> str:
 def output(batch_id: str, fin_epoch: int, kind: str) -> str:
     """A published result file; `kind` is output or error."""
     return f"batch/{batch_id}/out/{fin_epoch}/{kind}.jsonl"
+
+
+def batch_of(key: str) -> str | None:
+    """The batch that an object belongs to, or None for an upload."""
+    kind, _, rest = key.partition("/")
+    return rest.partition("/")[0] if kind == "batch" else None
 
 
 def of_batch(batch_id: str) -> str:

@@ -1,0 +1,200 @@
+"""SQL of finalizing: who may, what is to be merged, and the publication by compare-and-set.
+
+`begin` fixes why the batch ends, seals its units and raises `fin_epoch`; from then on no part is added. `publish`
+names that epoch: a finalizer that was overtaken changes 0 rows and throws its objects away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import and_, delete, exists, or_, select
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import ColumnElement
+
+from batchsvc.batches import lifecycle, unit_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Part, Segment, Unit, Window
+from batchsvc.billing import service as billing
+from batchsvc.db.session import database_now_ms
+from batchsvc.files import service as files
+
+STOP_GRACE_MS = 10_000  # how long a cancelled or expired batch waits for its workers to let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finalizing:
+    """The right to finalize a batch, until the lease ends. `stale`: segments that earlier attempts left."""
+
+    batch_id: str
+    project_id: str
+    epoch: int
+    why: Status
+    total: int
+    stale: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowToMerge:
+    """A window's place in the batch, and where its line numbers and custom_ids are."""
+
+    no: int
+    num_lines: int
+    line_nos_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartToMerge:
+    """A part that counts."""
+
+    id: str
+    s3_key: str
+    sha256: str
+    lines_ok: int
+    lines_err: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFile:
+    """An object that becomes a file; `kind` is output or error."""
+
+    kind: str
+    s3_key: str
+    etag: str
+    sha256: str
+    size_bytes: int
+
+
+def due(session: Session) -> list[str]:
+    """Batches that somebody should finalize now."""
+    return list(session.scalars(select(Batch.id).where(_is_due(database_now_ms(session))).order_by(Batch.expires_ms)))
+
+
+def is_due(session: Session, batch_id: str) -> bool:
+    """Whether somebody should finalize this batch now."""
+    asked = select(Batch.id).where(Batch.id == batch_id, _is_due(database_now_ms(session)))
+    return session.scalar(asked) is not None
+
+
+def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finalizing | None:
+    """Take the right to finalize: seal the batch if nobody has. None if it isn't due, or somebody else is at it."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    now = database_now_ms(session)
+    if batch is None or not is_due(session, batch_id):
+        return None
+    if batch.status != Status.FINALIZING:  # else an earlier attempt has sealed it
+        sealed = unit_queries.seal(session, batch_id)
+        ended = Status.EXPIRED if sealed else Status.COMPLETED
+        why = Status.CANCELLED if batch.status == Status.CANCELLING else ended
+        lifecycle.move(session, batch_id, Status.FINALIZING, now_ms=now, values={"why": why})
+        session.refresh(batch)
+    batch.fin_epoch += 1
+    batch.fin_owner, batch.fin_lease_ms = owner, now + round(lease_s * 1000)
+    earlier = select(Segment.state).where(Segment.batch_id == batch_id, Segment.fin_epoch < batch.fin_epoch)
+    return Finalizing(
+        batch_id=batch.id,
+        project_id=batch.project_id,
+        epoch=batch.fin_epoch,
+        why=Status(batch.why or Status.COMPLETED),
+        total=batch.total,
+        stale=list(session.scalars(earlier)),
+    )
+
+
+def keep(session: Session, batch_id: str, fin_epoch: int, lease_s: float) -> bool:
+    """Prolong the lease of a finalizer. False: it was overtaken."""
+    batch = _mine(session, batch_id, fin_epoch)
+    if batch is None:
+        return False
+    batch.fin_lease_ms = database_now_ms(session) + round(lease_s * 1000)
+    return True
+
+
+def give_up(session: Session, batch_id: str, fin_epoch: int) -> None:
+    """End the lease of a finalizer that failed, so that another need not wait for it."""
+    batch = _mine(session, batch_id, fin_epoch)
+    if batch is not None:
+        batch.fin_lease_ms = 0
+
+
+def windows(session: Session, batch_id: str) -> list[WindowToMerge]:
+    """The windows of a batch in input order."""
+    rows = session.scalars(select(Window).where(Window.batch_id == batch_id).order_by(Window.no))
+    return [WindowToMerge(no=row.no, num_lines=row.num_lines, line_nos_key=row.line_nos_key) for row in rows]
+
+
+def parts(session: Session, batch_id: str, window_no: int) -> list[PartToMerge]:
+    """The parts of a window that count."""
+    rows = session.scalars(
+        select(Part).where(Part.batch_id == batch_id, Part.window_no == window_no).order_by(Part.created_ms, Part.id)
+    )
+    return [
+        PartToMerge(id=row.id, s3_key=row.s3_key, sha256=row.sha256, lines_ok=row.lines_ok, lines_err=row.lines_err)
+        for row in rows
+    ]
+
+
+def save_segment(session: Session, batch_id: str, fin_epoch: int, window_no: int, state: dict[str, Any]) -> None:
+    """Note what a finalizer has begun in the store, so that its successor can clear it away."""
+    session.merge(Segment(batch_id=batch_id, fin_epoch=fin_epoch, window_no=window_no, state=state))
+
+
+def publish(
+    session: Session,
+    batch_id: str,
+    fin_epoch: int,
+    results: list[ResultFile],
+    *,
+    completed: int,
+    failed: int,
+    file_ttl_s: int,
+) -> bool:
+    """Make the results the batch's own and end it, all at once. False: overtaken, nothing was written."""
+    batch = _mine(session, batch_id, fin_epoch)
+    if batch is None:
+        # a commit whose answer was lost is tried again: then this attempt is the one that ended the batch
+        ended = session.get(Batch, batch_id)
+        return ended is not None and ended.status in lifecycle.TERMINAL and ended.fin_epoch == fin_epoch
+    now = database_now_ms(session)
+    for result in results:
+        row = files.add_result(
+            session,
+            project_id=batch.project_id,
+            filename=f"{batch_id}_{result.kind}.jsonl",
+            s3_key=result.s3_key,
+            etag=result.etag,
+            sha256=result.sha256,
+            size_bytes=result.size_bytes,
+            created_ms=now,
+            expires_ms=now + (batch.output_expires_after_s or file_ttl_s) * 1000,
+        )
+        if result.kind == "output":
+            batch.output_file_id = row.id
+        else:
+            batch.error_file_id = row.id
+    values = {"completed": completed, "failed": failed, "fin_owner": None, "fin_lease_ms": 0}
+    session.flush()
+    moved = lifecycle.move(session, batch_id, Status(batch.why or Status.COMPLETED), now_ms=now, values=values)
+    assert moved, "the row is locked and finalizing, so nobody else can have moved it"
+    session.execute(delete(Segment).where(Segment.batch_id == batch_id))
+    billing.post_release(session, batch)
+    return True
+
+
+def _mine(session: Session, batch_id: str, fin_epoch: int) -> Batch | None:
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    return batch if batch and batch.status == Status.FINALIZING and batch.fin_epoch == fin_epoch else None
+
+
+def _is_due(now_ms: int) -> ColumnElement[bool]:
+    """All units done, or stopped and let go of (or not in time), or a finalizer that died."""
+    unfinished = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.state != "done"))
+    leased = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.state == "leased"))
+    waited = now_ms - STOP_GRACE_MS
+    return or_(
+        and_(Batch.status == Status.IN_PROGRESS, ~unfinished),
+        and_(Batch.status == Status.IN_PROGRESS, Batch.expires_ms <= now_ms, or_(~leased, Batch.expires_ms < waited)),
+        and_(Batch.status == Status.CANCELLING, or_(~leased, Batch.cancelling_ms < waited)),
+        and_(Batch.status == Status.FINALIZING, Batch.fin_lease_ms < now_ms),
+    )

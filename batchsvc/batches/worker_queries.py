@@ -1,0 +1,45 @@
+"""SQL of engine workers: a row for every start of a process, its heartbeat, and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import delete, exists, select, update
+from sqlalchemy.orm import Session
+
+from batchsvc.batches.tables import Unit, Worker
+from batchsvc.db.session import database_now_ms
+
+
+def register(session: Session, worker_id: str, model_digest: str) -> None:
+    """Make a worker known that is ready to claim."""
+    now = database_now_ms(session)
+    session.add(Worker(id=worker_id, model_digest=model_digest, started_ms=now, beat_ms=now, is_draining=False))
+
+
+def beat(session: Session, worker_id: str, *, is_draining: bool, stats: dict[str, Any]) -> None:
+    """Say that a worker is alive, and what its engine does."""
+    session.execute(
+        update(Worker)
+        .where(Worker.id == worker_id)
+        .values(beat_ms=database_now_ms(session), is_draining=is_draining, stats=stats)
+    )
+
+
+def retire(session: Session, worker_id: str) -> None:
+    """Forget a worker that ended in order."""
+    session.execute(delete(Worker).where(Worker.id == worker_id))
+
+
+def forget_dead(session: Session, silent_s: float) -> int:
+    """Forget workers that were silent for `silent_s` and hold no unit any more. Returns how many."""
+    holds = exists(select(Unit.id).where(Unit.owner == Worker.id, Unit.state == "leased"))
+    silent = Worker.beat_ms < database_now_ms(session) - round(silent_s * 1000)
+    return len(session.execute(delete(Worker).where(silent, ~holds).returning(Worker.id)).all())
+
+
+def is_beating(session: Session, host: str, pid: int, silent_s: float = 15) -> bool:
+    """Whether this process is an engine worker that is ready and was heard of lately."""
+    lately = Worker.beat_ms > database_now_ms(session) - round(silent_s * 1000)
+    mine = Worker.id.startswith(f"{host}:{pid}:", autoescape=True)
+    return session.scalars(select(Worker.id).where(mine, lately).limit(1)).first() is not None

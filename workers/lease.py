@@ -1,0 +1,129 @@
+"""Keeps the leases of one engine worker: renewal by a thread with its own connection, self-fence by monotonic time.
+
+A unit counts as held until 5/6 of its lease after the moment at which the last successful claim or renewal *began*.
+Then the worker gives it up on its own, before anyone else can get it, whatever the clocks of other machines say.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+
+from batchsvc.batches import unit_queries, worker_queries
+from batchsvc.batches.unit_queries import RenewedUnit
+from batchsvc.clock import monotonic_s
+from batchsvc.db.session import Database
+
+_SELF_FENCE = 5 / 6  # of the lease
+
+log = structlog.get_logger(__name__)
+
+
+class Beat(NamedTuple):
+    """What a worker says of itself with each heartbeat."""
+
+    is_draining: bool
+    stats: dict[str, Any]
+
+
+class LeaseKeeper:
+    """Renews what it was told to hold, and reports what was lost and what has to stop.
+
+    `on_lost` and `on_stop` get unit ids, on the renewal thread; each unit is reported as lost once.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        owner: str,
+        *,
+        lease_s: float,
+        renew_s: float,
+        beat: Callable[[], Beat],
+        on_lost: Callable[[list[str]], None],
+        on_stop: Callable[[list[str]], None],
+    ) -> None:
+        self._db = db
+        self._owner = owner
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._beat = beat
+        self._on_lost = on_lost
+        self._on_stop = on_stop
+        self._lock = threading.Lock()
+        self._proof_s: dict[str, float] = {}  # unit id -> monotonic time at which the last proof of the lease began
+        self._epochs: dict[str, int] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the renewals; the leases run on until they are released or over."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def hold(self, unit_id: str, epoch: int, since_s: float) -> None:
+        """Renew this unit from now on. `since_s`: monotonic time at which its claim began."""
+        with self._lock:
+            self._proof_s[unit_id], self._epochs[unit_id] = since_s, epoch
+
+    def forget(self, unit_ids: Iterable[str]) -> None:
+        """Stop caring for units that are done, released or lost."""
+        with self._lock:
+            for unit_id in unit_ids:
+                self._proof_s.pop(unit_id, None)
+                self._epochs.pop(unit_id, None)
+
+    def is_held(self, unit_id: str) -> bool:
+        """Whether the unit is certainly ours at this moment: nothing is written for one that isn't."""
+        with self._lock:
+            proof = self._proof_s.get(unit_id)
+        return proof is not None and monotonic_s() - proof < self._lease_s * _SELF_FENCE
+
+    def tick(self) -> None:
+        """Renew once, then report what was lost and what has to stop."""
+        with self._lock:
+            held = dict(self._epochs)
+        began = monotonic_s()
+        renewed = self._renew()
+        if renewed is not None:
+            alive = {unit.id for unit in renewed if held.get(unit.id) == unit.epoch}
+            with self._lock:
+                for unit_id in alive & self._proof_s.keys():
+                    self._proof_s[unit_id] = began
+            self._report(lost=[unit_id for unit_id in held if unit_id not in alive])
+            stopping = [unit.id for unit in renewed if unit.is_stopping and unit.id in alive]
+            if stopping:
+                self._on_stop(stopping)
+        self._report(lost=[unit_id for unit_id in held if not self.is_held(unit_id)])
+
+    def _report(self, lost: list[str]) -> None:
+        with self._lock:
+            lost = [unit_id for unit_id in lost if unit_id in self._proof_s]
+        if lost:
+            log.warning("lease.lost", units=lost)
+            self.forget(lost)
+            self._on_lost(lost)
+
+    def _renew(self) -> list[RenewedUnit] | None:
+        beat = self._beat()
+        try:
+            with self._db.transaction() as session:
+                renewed = unit_queries.renew(session, self._owner, self._lease_s)
+                worker_queries.beat(session, self._owner, is_draining=beat.is_draining, stats=beat.stats)
+                return renewed
+        except DBAPIError as error:
+            log.warning("lease.not_renewed", error=type(error).__name__)
+            return None
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._renew_s * random.uniform(0.8, 1.0)):  # noqa: S311  spreads the load
+            self.tick()

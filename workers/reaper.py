@@ -1,0 +1,209 @@
+"""The reaper: a tick in every control process that repairs what was forgotten. There is no leader and no beat.
+
+Each step is a short transaction that is right to repeat and right to run in several processes at once:
+
+    leases      units whose worker went silent are claimable again
+    deadlines   batches whose time was over while they were planned; the others are finalized when due
+    plans       batches that nobody plans get their task again
+    finalizers  batches that are done, stopped or left by a dead finalizer get theirs
+    tickets     a model's queue is as long as it has claimable units
+    leftovers   dead workers, files past their life, objects that nobody refers to
+
+If Redis doesn't answer, planning and finalizing are done here, one after the other: slower, but done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+
+from batchsvc import logs
+from batchsvc.batches import finalize_queries, lifecycle, queries, reaper_queries, unit_queries, worker_queries
+from batchsvc.clock import monotonic_s, now_ms
+from batchsvc.db.session import Database
+from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
+from batchsvc.errors import ServiceError
+from batchsvc.files import service as files
+from batchsvc.settings import Settings
+from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
+from workers.thread import WorkThread
+
+_TICKETS_AT_ONCE = 1_000
+_DELETE_AT_ONCE = 500
+_AUDIT_LEAST_S = 3_600.0
+_DEAD_LEASES = 10  # leases of silence after which a worker's row is forgotten
+
+log = structlog.get_logger(__name__)
+
+
+class Reaper:
+    """Ticks every `reaper_s` seconds. `plan` and `finalize` do a batch's next step here and now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        db: Database,
+        store: ObjectStore,
+        dispatcher: Dispatcher,
+        *,
+        plan: Callable[[str], object],
+        finalize: Callable[[str], object],
+    ) -> None:
+        self._settings = settings
+        self._db = db
+        self._store = store
+        self._dispatcher = dispatcher
+        self._plan = plan
+        self._finalize = finalize
+        self._next_audit_s = monotonic_s() + _AUDIT_LEAST_S
+        self._stopped = threading.Event()
+        self._thread = WorkThread("reaper", self._run, self._crashed)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def tick(self) -> None:
+        """All repairs once. A step that fails is logged, and the others still run."""
+        steps = (
+            self._leases,
+            self._deadlines,
+            self._plans,
+            self._finalizers,
+            self._tickets,
+            self._workers,
+            self._files,
+            self._garbage,
+            self._audit_now_and_then,
+        )
+        for step in steps:
+            if self._stopped.is_set():
+                return
+            try:
+                step()
+            except (ServiceError, DBAPIError, OSError) as error:
+                log.warning("reaper.failed", step=step.__name__.strip("_"), **logs.where(error))
+
+    def audit(self) -> int:
+        """Delete old objects that nobody refers to: of ended batches all but their files, of inputs the unknown ones.
+
+        Objects of running batches are left alone: a worker may be about to count them. Returns how many were deleted.
+        """
+        oldest_ms = now_ms() - round(self._settings.garbage_grace_s * 1000)
+        deleted = 0
+        for prefix in (keys.BATCHES, keys.INPUTS):
+            some: list[str] = []
+            for key, written_ms in self._store.list_keys(prefix):
+                if written_ms <= oldest_ms:
+                    some.append(key)
+                if len(some) >= _DELETE_AT_ONCE:
+                    deleted += self._delete_orphans(some)
+                    some = []
+                if self._stopped.is_set():
+                    return deleted
+            deleted += self._delete_orphans(some)
+        return deleted
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._settings.reaper_s):
+            self.tick()
+
+    def _crashed(self, error: Exception) -> None:
+        log.error("reaper.crashed", **logs.where(error))
+        self._thread = WorkThread("reaper", self._run, self._crashed)
+        if not self._stopped.is_set():
+            self._thread.start()
+
+    def _leases(self) -> None:
+        freed = self._db.run(unit_queries.free_expired)
+        if freed:
+            log.warning("unit.freed", units=freed)
+
+    def _deadlines(self) -> None:
+        for batch_id in self._db.run(reaper_queries.expire_unplanned):
+            log.info("batch.expired", batch=batch_id)
+
+    def _plans(self) -> None:
+        with self._db.reading() as session:
+            due = reaper_queries.plans_due(session)
+        self._hint(due, self._dispatcher.plan, self._plan)
+
+    def _finalizers(self) -> None:
+        with self._db.reading() as session:
+            due = finalize_queries.due(session)
+        self._hint(due, self._dispatcher.finalize, self._finalize)
+
+    def _hint(self, batch_ids: list[str], send: Callable[[str], None], do: Callable[[str], object]) -> None:
+        if not batch_ids:
+            return
+        waiting = self._dispatcher.waiting(CONTROL_QUEUE)
+        if waiting is not None and waiting >= len(batch_ids):
+            return  # the tasks are on their way, the control workers are behind
+        for batch_id in batch_ids:
+            if self._stopped.is_set():
+                return
+            if waiting is None:
+                do(batch_id)
+            else:
+                send(batch_id)
+
+    def _tickets(self) -> None:
+        with self._db.reading() as session:
+            wanted = {
+                digest: unit_queries.claimable_count(session, digest)
+                for digest in unit_queries.claimable_models(session)
+            }
+        for digest, count in wanted.items():
+            waiting = self._dispatcher.waiting(queue_of(digest))
+            if waiting is not None and waiting < count:
+                self._send_tickets(digest, min(count - waiting, _TICKETS_AT_ONCE))
+
+    def _send_tickets(self, digest: str, missing: int) -> None:
+        quiet_s = self._settings.reaper_s
+        due = self._db.run(lambda session: unit_queries.take_tickets_due(session, digest, missing, quiet_s))
+        if due:
+            log.info("ticket.sent_again", model=digest[:16], tickets=due)
+            self._dispatcher.ticket(digest, due)
+
+    def _workers(self) -> None:
+        silent_s = self._settings.lease_s * _DEAD_LEASES
+        self._db.run(lambda session: worker_queries.forget_dead(session, silent_s))
+
+    def _files(self) -> None:
+        self._db.run(
+            lambda session: files.expire(
+                session,
+                live_batch_of=lambda inner, file_id: queries.live_batch_of(inner, file_id, lifecycle.TERMINAL),
+                discard=lambda inner, key: reaper_queries.discard(inner, [key]),
+            )
+        )
+
+    def _garbage(self) -> None:
+        with self._db.reading() as session:
+            ripe = reaper_queries.garbage_due(session, _DELETE_AT_ONCE)
+        if ripe:
+            self._store.delete(ripe)
+            self._db.run(lambda session: reaper_queries.forget_garbage(session, ripe))
+
+    def _audit_now_and_then(self) -> None:
+        if monotonic_s() >= self._next_audit_s:
+            self._next_audit_s = monotonic_s() + max(_AUDIT_LEAST_S, self._settings.garbage_grace_s / 4)
+            log.info("store.audited", deleted=self.audit())
+
+    def _delete_orphans(self, found: list[str]) -> int:
+        if not found:
+            return 0
+        batch_of = {key: keys.batch_of(key) for key in found}
+        with self._db.reading() as session:
+            running = reaper_queries.running_batches(session, {name for name in batch_of.values() if name})
+            known = files.known_keys(session, found)
+        orphans = [key for key in found if batch_of[key] not in running and key not in known]
+        self._store.delete(orphans)
+        return len(orphans)

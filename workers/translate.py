@@ -1,0 +1,139 @@
+"""Between rows of a unit file and the engine: a row becomes a Request, a Completion becomes finished lines.
+
+A row is one request, whatever number of lines shares it; its completion fans out to those that aren't done yet.
+The bill of a line is made here: cached tokens are the larger of what was planned and what the cache held, so a line
+that is run again costs what it was planned to cost, or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from batchsvc.batches import part_file
+from batchsvc.batches.part_file import PartLine
+from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
+from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.money import Rates, line_cost_nanos
+from engine.request import Completion, FinishReason, Request, SamplingParams
+
+_ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLine:
+    """A line that has its result, and its bit in the unit's done bitmap."""
+
+    bit: int
+    line: PartLine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRow:
+    """A row of a unit that still lacks lines. `members` are (bit, place in the row) of the lines it lacks."""
+
+    request_id: str
+    row: UnitRow
+    members: tuple[tuple[int, int], ...]
+
+
+def open_rows(unit: ClaimedUnit, file: UnitFile) -> Iterator[OpenRow]:
+    """The rows that still have to run, in plan order."""
+    done = int.from_bytes(unit.done_bitmap, "little")
+    lacking: dict[int, list[tuple[int, int]]] = {}
+    for line in file.lines():
+        if not done >> line.bit & 1:
+            lacking.setdefault(line.row, []).append((line.bit, line.member))
+    for index, members in lacking.items():
+        yield OpenRow(request_id=f"{unit.id}:{unit.epoch}:{index}", row=file.rows[index], members=tuple(members))
+
+
+def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
+    """What the engine runs. Raises RequestError if the parameters can't be run."""
+    row, params = open_row.row, open_row.row.params
+    seed = params.get("seed")
+    return Request(
+        id=open_row.request_id,
+        prompt_ids=row.prompt_ids.tolist(),
+        salt=unit.salt,
+        params=SamplingParams(
+            max_tokens=row.max_tokens,
+            min_tokens=params.get("min_tokens", 0),
+            temperature=params.get("temperature", 1.0),
+            top_k=params.get("top_k", 0),
+            top_p=params.get("top_p", 1.0),
+            seed=line_seed(unit.batch_id, row.line_nos[0]) if seed is None else seed,
+            stop=tuple(params.get("stop", ())),
+            stop_token_ids=tuple(params.get("stop_token_ids", ())),
+            ignore_eos=params.get("ignore_eos", False),
+        ),
+    )
+
+
+def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> list[FinishedLine]:
+    """The finished lines of a completion that is an answer or an error; an aborted one has none."""
+    if completion.finish_reason is FinishReason.ABORT:
+        return []
+    if completion.finish_reason is FinishReason.ERROR:
+        says = completion.error_message or "The engine could not run this request."
+        return to_errors(unit, open_row, code=completion.error_code or "engine_error", message=says, status=500)
+    return [FinishedLine(bit, _answer(unit, open_row.row, member, completion)) for bit, member in open_row.members]
+
+
+def to_errors(
+    unit: ClaimedUnit, open_row: OpenRow, *, code: str, message: str, status: int, param: str | None = None
+) -> list[FinishedLine]:
+    """Error lines of a row that can't be run."""
+    row = open_row.row
+    return [
+        FinishedLine(
+            bit,
+            PartLine(
+                line_no=row.line_nos[member],
+                is_ok=False,
+                row=part_file.error_row(
+                    batch_id=unit.batch_id,
+                    line_no=row.line_nos[member],
+                    custom_id=row.custom_ids[member],
+                    code=code,
+                    message=message,
+                    param=param,
+                    status=status,
+                ),
+            ),
+        )
+        for bit, member in open_row.members
+    ]
+
+
+def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion) -> PartLine:
+    usage = completion.usage
+    planned = row.cached_tokens(member)
+    cached = min(max(planned, usage.hit_tokens), usage.prompt_tokens)
+    tokens = {"input_tokens": usage.prompt_tokens, "cached_tokens": cached, "output_tokens": usage.output_tokens}
+    cost = line_cost_nanos(_rates(unit.rates, "tier"), **tokens)
+    return PartLine(
+        line_no=row.line_nos[member],
+        is_ok=True,
+        **tokens,
+        cost_nanos=cost,
+        standard_nanos=line_cost_nanos(_rates(unit.rates, "standard"), **tokens),
+        row=part_file.success_row(
+            batch_id=unit.batch_id,
+            line_no=row.line_nos[member],
+            custom_id=row.custom_ids[member],
+            model=unit.model_id,
+            created_s=unit.created_s,
+            text=completion.text,
+            finish_reason=_ANSWERS[completion.finish_reason],
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=cached,
+            completion_tokens=usage.output_tokens,
+            cost_nanos=cost,
+        ),
+    )
+
+
+def _rates(rates: dict[str, Any], book: str) -> Rates:
+    return Rates(**rates[book])

@@ -1,0 +1,64 @@
+"""Checkpoint names to parameter names: one vocabulary for Hugging Face and GGUF.
+
+A parameter is `embedding`, `norm`, `head` or `<layer>.<part>`, each with `.weight` or `.bias`, with the parts
+attention_norm, q, k, v, out, mlp_norm, gate, up, down.
+"""
+
+from __future__ import annotations
+
+import re
+
+_HF_PARTS = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "out",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+_HF_TOP = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+_GGUF_PARTS = {
+    "attn_norm": "attention_norm",
+    "attn_q": "q",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_output": "out",
+    "ffn_norm": "mlp_norm",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_down": "down",
+}
+_GGUF_TOP = {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_TOP = re.compile(r"(.+)\.(weight|bias)")
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
+
+
+def from_hf(name: str) -> str | None:
+    """The parameter name of a Hugging Face tensor; None for one we don't know."""
+    return _translate(name, _HF_LAYER, _HF_PARTS, _HF_TOP)
+
+
+def from_gguf(name: str) -> str | None:
+    """The parameter name of a GGUF tensor; None for one we don't know."""
+    return _translate(name, _GGUF_LAYER, _GGUF_PARTS, _GGUF_TOP)
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor only repeats what the configuration says (rotary frequencies), so that it is no weight."""
+    return _DERIVED.fullmatch(name) is not None
+
+
+def _translate(name: str, layer: re.Pattern[str], parts: dict[str, str], top: dict[str, str]) -> str | None:
+    if found := layer.fullmatch(name):
+        part = parts.get(found[2])
+        return f"{int(found[1])}.{part}.{found[3]}" if part else None
+    if found := _TOP.fullmatch(name):
+        part = top.get(found[1])
+        return f"{part}.{found[2]}" if part else None
+    return None

@@ -1,0 +1,154 @@
+"""Builds a decoder's weights from a checkpoint: shapes checked, nothing missing, nothing left over.
+
+Projections that read the same input are fused into one matrix while loading, piece by piece, so that memory peaks at
+the finished weights plus one tensor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.load.gguf import GGUFFile
+from engine.load.meta import read_meta
+from engine.load.names import from_gguf, is_derived
+from engine.load.safetensors import SafetensorsSource
+from engine.model.config import ModelConfig, config_from_directory, config_from_gguf
+from engine.model.layers import Layer, Linear, Weights
+
+
+class Source(Protocol):
+    """A checkpoint by parameter name."""
+
+    path: Path
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+
+class GGUFSource:
+    """Tensors of a GGUF file by parameter name, dequantized, with the row order of Hugging Face.
+
+    GGUF stores the rows of a Llama's q and k so that rotary pairs are neighbours; here they are halves again.
+    """
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self.path = file.path
+        self._file = file
+        self._config = config
+        self._home = {from_gguf(name) or name: name for name in file.tensors if not is_derived(name)}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._home)
+
+    def load(self, name: str) -> Tensor:
+        # a copy: the mapped file is read-only, and torch tensors are not
+        tensor = torch.from_numpy(self._file.load(self._home[name]).copy())
+        part = name.split(".")[1]
+        if part in ("q", "k"):
+            heads = self._config.num_heads if part == "q" else self._config.num_kv_heads
+            tensor = _halves(tensor, heads, name, self.path)
+        return tensor
+
+
+def open_model(path: Path) -> tuple[ModelConfig, Source]:
+    """The configuration and the tensors of the model at `path`. Raises ModelError."""
+    if path.is_dir():
+        return config_from_directory(path), SafetensorsSource(path)
+    file = GGUFFile(path)
+    table = tuple(file.load("rope_freqs.weight").tolist()) if "rope_freqs.weight" in file.tensors else ()
+    config = config_from_gguf(file.fields, file.tensors, path, table)
+    return config, GGUFSource(file, config)
+
+
+def load_weights(config: ModelConfig, source: Source, dtype: torch.dtype) -> Weights:
+    """Reads all weights as `dtype` (norms float32). Raises ModelError for a missing, left-over or misshapen tensor."""
+    reader = _Reader(config, source, dtype)
+    embedding = reader.matrix(["embedding"], config.hidden, [config.vocab_size])
+    layers = tuple(reader.layer(index) for index in range(config.num_layers))
+    norm = reader.norm("norm")
+    if config.is_tied:
+        reader.left.discard("head.weight")  # some tied checkpoints repeat the embedding under this name
+        head = Linear(embedding)
+    else:
+        head = Linear(reader.matrix(["head"], config.hidden, [config.vocab_size]))
+    if reader.left:
+        raise ModelError(f"{source.path} has tensors this model has no place for: {_some(reader.left)}.")
+    return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
+
+
+def load_model(path: str | Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights]:
+    """Opens and loads in one go."""
+    config, source = open_model(read_meta(path).path)
+    return config, load_weights(config, source, dtype)
+
+
+class _Reader:
+    """Takes tensors from a source by name and expected shape; `left` are the names not taken yet."""
+
+    def __init__(self, config: ModelConfig, source: Source, dtype: torch.dtype) -> None:
+        self._config = config
+        self._source = source
+        self._dtype = dtype
+        self.left = source.names
+
+    def layer(self, index: int) -> Layer:
+        c = self._config
+        query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        at = f"{index}."
+        return Layer(
+            attention_norm=self.norm(at + "attention_norm"),
+            qkv=self._linear([at + "q", at + "k", at + "v"], c.hidden, [query, kv, kv], c.has_qkv_bias),
+            out=self._linear([at + "out"], query, [c.hidden], c.has_out_bias),
+            mlp_norm=self.norm(at + "mlp_norm"),
+            gate_up=self._linear([at + "gate", at + "up"], c.hidden, [c.mlp, c.mlp], c.has_mlp_bias),
+            down=self._linear([at + "down"], c.mlp, [c.hidden], c.has_mlp_bias),
+        )
+
+    def norm(self, name: str) -> Tensor:
+        return self._take(f"{name}.weight", (self._config.hidden,)).float()
+
+    def matrix(self, names: list[str], columns: int, rows: list[int]) -> Tensor:
+        """The matrices `names` one below the other, [sum(rows), columns]."""
+        fused = torch.empty(sum(rows), columns, dtype=self._dtype)
+        for name, part in zip(names, torch.split(fused, rows), strict=True):
+            part.copy_(self._take(f"{name}.weight", (len(part), columns)))
+        return fused
+
+    def _linear(self, names: list[str], columns: int, rows: list[int], has_bias: bool) -> Linear:
+        bias = None
+        if has_bias:
+            pieces = [self._take(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)]
+            bias = torch.cat(pieces).to(self._dtype)
+        return Linear(self.matrix(names, columns, rows), bias)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.left:
+            raise ModelError(f"{self._source.path} lacks the tensor {name}.")
+        self.left.remove(name)
+        tensor = self._source.load(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self._source.path}: tensor {name} has the shape {list(tensor.shape)}, expected {list(shape)}."
+            )
+        return tensor
+
+
+def _halves(tensor: Tensor, heads: int, name: str, path: Path) -> Tensor:
+    """Rows of each head from (pair, side) to (side, pair) order; works on matrices and biases."""
+    if len(tensor) % (2 * heads):
+        raise ModelError(f"{path}: tensor {name} has {len(tensor)} rows, which {heads} heads can't share.")
+    pairs = tensor.view(heads, len(tensor) // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,98 @@
+"""Runs steps: a plan in, sampled ids out. The runner knows tensors and no requests, the scheduler the reverse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from engine.batch import build_inputs
+from engine.cache.pool import DTYPES, KVPool
+from engine.config import EngineConfig
+from engine.load.meta import read_meta
+from engine.load.weights import load_weights, open_model
+from engine.memory import MemoryPlan, available_bytes, plan_memory
+from engine.model.decoder import Decoder
+from engine.sample.sampler import SampleRow, sample
+from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
+
+LOGIT_ROWS = 128
+"""Rows whose logits exist at once: they are the widest tensors of a step."""
+
+_NOT_FINITE = "The model's output for this request is not a number."
+
+
+class ModelRunner:
+    """A loaded model with its KV memory. A step is a function of its plan, of the pool and of the last step's samples.
+
+    Raises ModelError or ConfigError in one sentence when the model can't be served. Not thread-safe.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        meta = read_meta(config.model)
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        model, source = open_model(meta.path)
+        self.memory: MemoryPlan = plan_memory(config, model, available=available_bytes())
+        self.model_config = model
+        self.digest = meta.digest
+        self.num_blocks = self.memory.num_blocks
+        self.vocab_size = model.vocab_size
+        self.context_tokens = model.context_tokens
+        self.eos_ids: frozenset[int] = meta.eos_ids
+        self._decoder = Decoder(model, load_weights(model, source, DTYPES[config.weight_format]))
+        self.pool = KVPool(
+            model, kv_format=config.kv_format, block_tokens=config.block_tokens, num_blocks=self.num_blocks
+        )
+        self._poison = config.poison
+        self._last_ids: dict[str, tuple[int, ...]] = {}
+        self._last_failed: dict[str, str] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Freed blocks poisoned, blocks copied, KV written, wanted rows sampled.
+
+        A chunk that waits for a token its sequence failed to give in the last step fails with the same reason.
+        """
+        if self._poison and plan.freed_blocks:
+            self.pool.poison(plan.freed_blocks)
+        if plan.copies:
+            self.pool.copy(plan.copies)
+        failed = {c.seq_id: self._last_failed[c.seq_id] for c in plan.chunks if self._is_orphan(c)}
+        chunks = [chunk for chunk in plan.chunks if chunk.seq_id not in failed]
+        sampled: dict[str, tuple[int, ...]] = {}
+        if chunks:
+            inputs = build_inputs(chunks, self.pool, self._last_ids)
+            hidden = self._decoder.forward(inputs, self.pool)
+            ids = self._sample(hidden[inputs.logit_rows], chunks)
+            for chunk in chunks:
+                mine = [next(ids) for _ in chunk.logit_rows]
+                known = tuple(token for token in mine if token is not None)
+                if len(known) < len(mine):
+                    failed[chunk.seq_id] = _NOT_FINITE
+                elif known:
+                    sampled[chunk.seq_id] = known
+        self._last_ids, self._last_failed = sampled, failed
+        return StepResult(sampled, failed)
+
+    def _is_orphan(self, chunk: Chunk) -> bool:
+        return chunk.seq_id in self._last_failed and PLACEHOLDER in chunk.token_ids
+
+    def _sample(self, hidden: torch.Tensor, chunks: list[Chunk]) -> Iterator[int | None]:
+        """Ids for the wanted rows [R, hidden], in order."""
+        rows = [row for chunk in chunks for row in self._sample_rows(chunk)]
+        for start in range(0, len(rows), LOGIT_ROWS):
+            part = slice(start, start + LOGIT_ROWS)
+            yield from sample(self._decoder.logits(hidden[part]), rows[part])
+
+    def _sample_rows(self, chunk: Chunk) -> list[SampleRow]:
+        first = chunk.logit_rows[0] if chunk.logit_rows else 0
+        positions = [chunk.sample_position + row - first for row in chunk.logit_rows]
+        return [SampleRow(chunk.params, p, chunk.choice, self._masked_ids(chunk, p)) for p in positions]
+
+    def _masked_ids(self, chunk: Chunk, position: int) -> tuple[int, ...]:
+        """Tokens that would end the answer, while it is shorter than min_tokens."""
+        if position - chunk.num_prompt_tokens >= chunk.params.min_tokens:
+            return ()
+        ends = self.eos_ids.union(chunk.params.stop_token_ids)
+        return tuple(token for token in ends if token < self.vocab_size)

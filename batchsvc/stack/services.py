@@ -98,6 +98,8 @@ def seaweedfs(directory: Path, *, ports: dict[str, int], access_key: str, secret
         "-webdav=false",
         "-admin.ui=false",
         "-master.telemetry=false",
+        "-s3.localSocket=s3.sock",  # in the working directory: the default is in /tmp, and a full path can be too long
+        "-filer.localSocket=filer.sock",
     )
     jwt = ("SIGNING", "SIGNING_READ", "FILER_SIGNING", "FILER_SIGNING_READ")
     env = {

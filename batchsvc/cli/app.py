@@ -1,0 +1,57 @@
+"""All commands under one name, with the table of exit codes in --help."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batchsvc.cli import doctor, jobs, keys, lifecycle, models, serve
+from batchsvc.cli.exits import help_table
+from batchsvc.cli.run import run
+
+app = typer.Typer(
+    name="batchsvc",
+    help="Batch inference as a service: bulk jobs in, results and an exact bill out.\n\n"
+    "Start with: batchsvc run FILE.jsonl",
+    epilog=help_table(),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"batchsvc {version('batchsvc')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself; `_version` has done all there is to do."""
+
+
+app.command()(run)
+app.command()(jobs.submit)
+app.command()(jobs.watch)
+app.command("list")(jobs.list_batches)
+app.command()(jobs.show)
+app.command()(jobs.results)
+app.command()(jobs.cancel)
+app.command()(lifecycle.up)
+app.command()(lifecycle.down)
+app.command()(lifecycle.status)
+app.command()(lifecycle.logs)
+app.command()(doctor.doctor)
+app.command()(serve.serve)
+app.command()(serve.migrate)
+app.add_typer(models.app, name="models")
+app.add_typer(keys.app, name="keys")

@@ -1,0 +1,69 @@
+"""Finds the batch that a repeated `run` means, so that nobody pays twice for the same unfinished input.
+
+`run` notes the input's SHA-256 in the batch's metadata. The same input with the same name (or both without one), the
+same --model and the same --skip-invalid is the same work. Unfinished work is picked up; finished work too, as long
+as its results were not written where this run would write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.follow import ENDED
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
+
+SHA_KEY = "input_sha256"
+MODEL_KEY = "model_override"
+_LOOK_BACK = 500  # batches, newest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What this run asks for."""
+
+    sha256: str
+    name: str | None
+    model: str | None
+    on_invalid: str
+    has_results: bool  # whether the file that it would write is there already
+
+
+def find(client: Client, wish: Wish) -> dict[str, Any] | None:
+    """The batch to go on with, or None. Raises CommandError if the name belongs to other unfinished work."""
+    for batch in client.newest_batches(_LOOK_BACK):
+        if batch.get("name") != wish.name or batch["status"] in ("failed", "expired", "cancelled", "cancelling"):
+            continue
+        is_ended = batch["status"] in ENDED
+        if is_same_work(batch, wish):
+            if not is_ended or (wish.name and not wish.has_results):
+                return batch
+            return None  # a newer run of the same work has its results: this is a new one
+        if wish.name and not is_ended:
+            raise CommandError(
+                f"{batch['id']} has the name {wish.name!r}, is {batch['status']} and has another input or other "
+                "options: choose another --name, or cancel it first.",
+                Exit.USAGE,
+            )
+    return None
+
+
+def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
+    """Whether a batch does what this run asks for."""
+    metadata = batch.get("metadata") or {}
+    return (
+        metadata.get(SHA_KEY) == wish.sha256
+        and metadata.get(MODEL_KEY) == wish.model
+        and (batch.get("on_invalid") or "fail") == wish.on_invalid
+    )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,167 @@
+"""The API as the commands use it: a thin HTTP client that turns every failure into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import httpx
+
+from batchsvc.cli.exits import CommandError, Exit
+
+_PATIENCE_S = 60.0  # how long a read may fail before we give up: an API that crashed is back within seconds
+_CHUNK_BYTES = 1 << 20
+
+
+class ApiError(CommandError):
+    """The server answered with an error envelope."""
+
+    def __init__(self, message: str, code: Exit, *, status: int, error_code: str | None) -> None:
+        super().__init__(message, code)
+        self.status = status
+        self.error_code = error_code
+
+
+class Client:
+    """One server and one key. Reads are repeated while the server is away for a moment; writes never are."""
+
+    def __init__(self, url: str, api_key: str, *, is_local: bool) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(60.0, connect=5.0),
+            trust_env=not is_local,
+            follow_redirects=True,
+        )
+        self._has_answered = False
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def upload(self, path: Path, sent: Callable[[int], None]) -> dict[str, Any]:
+        """Upload an input file, streamed; `sent` gets the bytes read so far."""
+        with path.open("rb") as file:
+            parts = {"file": (path.name, _Counted(file, sent), "application/octet-stream")}
+            return self._json("POST", "/files", data={"purpose": "batch"}, files=parts, timeout=600.0)
+
+    @contextmanager
+    def content(self, file_id: str) -> Iterator[Iterator[bytes]]:
+        """The bytes of a file, in chunks."""
+        try:
+            with self._http.stream("GET", f"{self.url}/files/{file_id}/content") as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                yield response.iter_bytes(_CHUNK_BYTES)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    def create_batch(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._json("POST", "/batches", json=body)
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/batches/{batch_id}")
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        return self._json("POST", f"/batches/{batch_id}/cancel")
+
+    def batches(self, *, limit: int, after: str | None = None) -> dict[str, Any]:
+        """One page, newest first."""
+        params = {"limit": str(limit)} | ({"after": after} if after else {})
+        return self._json("GET", "/batches", params=params)
+
+    def newest_batches(self, most: int) -> Iterator[dict[str, Any]]:
+        """Batches from the newest on, page by page, at most `most`."""
+        after: str | None = None
+        seen = 0
+        while seen < most:
+            page = self.batches(limit=min(100, most - seen), after=after)
+            yield from page["data"]
+            seen += len(page["data"])
+            if not page.get("has_more") or not page["data"]:
+                return
+            after = page["data"][-1]["id"]
+
+    def models(self) -> dict[str, Any]:
+        return self._json("GET", "/models")
+
+    # -- transport -----------------------------------------------------------------------------------------------
+
+    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + (_PATIENCE_S if self._has_answered and method == "GET" else 0)
+        while True:
+            try:
+                response = self._http.request(method, self.url + path, **options)
+            except httpx.HTTPError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.5)
+                    continue
+                raise self._unreachable(error) from error
+            if response.status_code >= 500 and time.monotonic() < deadline:
+                time.sleep(0.5)
+                continue
+            if response.is_error:
+                raise _refusal(response)
+            self._has_answered = True
+            try:
+                found = response.json()
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise CommandError(f"{self.url} doesn't answer like a batch API: check the URL.", Exit.UNREACHABLE)
+            return found
+
+    def _unreachable(self, error: httpx.HTTPError) -> CommandError:
+        why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+        return CommandError(f"{self.url} can't be reached: {why}.", Exit.UNREACHABLE)
+
+
+class _Counted:
+    """A file that tells how much of it was read; httpx streams it chunk by chunk."""
+
+    def __init__(self, file: BinaryIO, sent: Callable[[int], None]) -> None:
+        self._file = file
+        self._sent = sent
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._sent(self._file.tell())
+        return data
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while data := self.read(_CHUNK_BYTES):
+            yield data
+
+
+def _refusal(response: httpx.Response) -> CommandError:
+    """The sentence of an error envelope. A server that is down for the moment counts as unreachable."""
+    message, error_code = "", None
+    try:
+        envelope = response.json()["error"]
+        message, error_code = str(envelope["message"]), envelope.get("code")
+    except (ValueError, KeyError, TypeError):
+        message = f"The server answered {response.status_code}."
+    code = Exit.UNREACHABLE if response.status_code in (502, 503, 504) else Exit.FAILED
+    return ApiError(message, code, status=response.status_code, error_code=error_code)

@@ -1,0 +1,171 @@
+"""Watches a batch until it ends: a live bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchsvc.cli.console import Console
+from batchsvc.money import format_dollars
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
+
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+_POLL_S = 0.4
+_PLAIN_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What one look at a batch says. Rates count from the first look at which the batch was running."""
+
+    status: str
+    total: int
+    completed: int
+    failed: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cost_nanos: int
+    tokens_per_s: float
+    left_s: float | None
+    waiting_for: str | None
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
+    def numbers(self) -> str:
+        """The figures in words, the same on a terminal and in a log."""
+        if self.waiting_for and not self.done:
+            return f"waiting for: {self.waiting_for}"
+        if not self.total:
+            return ""
+        share = f"{100 * self.cached_tokens // self.input_tokens} % cached" if self.input_tokens else "0 % cached"
+        says = [
+            f"{self.done:,} of {self.total:,} lines",
+            f"{self.failed:,} failed",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+        ]
+        says += [share, format_dollars(self.cost_nanos)]
+        if self.left_s is not None and self.done < self.total:
+            says.append(f"{clock(self.left_s)} left")
+        if self.waiting_for:
+            says.append(f"waiting for: {self.waiting_for}")
+        return ", ".join(says)
+
+
+class Meter:
+    """Turns successive batch objects into Progress."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._start: tuple[float, int, int] | None = None
+
+    def look(self, batch: dict[str, Any]) -> Progress:
+        counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
+        completed, failed, total = counts.get("completed", 0), counts.get("failed", 0), counts.get("total", 0)
+        tokens = usage.get("total_tokens", 0)
+        if self._start is None and batch["status"] != "validating":
+            self._start = (self._now(), tokens, completed + failed)
+        elapsed, new_tokens, new_lines = 0.0, 0, 0
+        if self._start is not None:
+            elapsed = self._now() - self._start[0]
+            new_tokens, new_lines = tokens - self._start[1], completed + failed - self._start[2]
+        left = (total - completed - failed) * elapsed / new_lines if new_lines > 0 else None
+        return Progress(
+            status=batch["status"],
+            total=total,
+            completed=completed,
+            failed=failed,
+            input_tokens=usage.get("input_tokens", 0),
+            cached_tokens=(usage.get("input_tokens_details") or {}).get("cached_tokens", 0),
+            output_tokens=usage.get("output_tokens", 0),
+            cost_nanos=usage.get("cost_nanos", 0),
+            tokens_per_s=new_tokens / elapsed if elapsed > 0 else 0.0,
+            left_s=left,
+            waiting_for=batch.get("waiting_for"),
+        )
+
+
+class View(Protocol):
+    """Shows progress; `show` may be called as often as one likes."""
+
+    def show(self, progress: Progress) -> None: ...
+
+
+def follow(client: Client, batch: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Look at a batch until it has ended, and return it as it is then."""
+    meter = Meter()
+    with _view(console) as view:
+        while batch["status"] not in ENDED:
+            view.show(meter.look(batch))
+            time.sleep(_POLL_S)
+            batch = client.batch(batch["id"])
+        view.show(meter.look(batch))
+    return batch
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _view(console: Console) -> AbstractContextManager[View]:
+    return _Bar() if console.is_live else nullcontext(_Lines(console))
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = ("", "")
+        self._next = 0.0
+
+    def show(self, progress: Progress) -> None:
+        text = progress.numbers()
+        changed = progress.status != self._last[0]
+        if changed or (text != self._last[1] and time.monotonic() > self._next):
+            self._console.say(f"{progress.status}: {text}" if text else progress.status)
+            self._last = (progress.status, text)
+            self._next = time.monotonic() + _PLAIN_EVERY_S
+
+
+class _Bar:
+    def __init__(self) -> None:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}"),
+            console=RichConsole(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, numbers="")
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, progress: Progress) -> None:
+        self._bar.update(
+            self._task,
+            description=progress.status,
+            total=progress.total or None,
+            completed=progress.done,
+            numbers=progress.numbers(),
+        )

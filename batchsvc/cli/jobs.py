@@ -1,0 +1,189 @@
+"""`submit`, `watch`, `list`, `show`, `results`, `cancel`: single steps of a batch's life."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batchsvc.cli import merge, outcome
+from batchsvc.cli.console import Console
+from batchsvc.cli.exits import CommandError, Exit, allowed_errors
+from batchsvc.cli.follow import ENDED, follow
+from batchsvc.cli.options import (
+    AllowErrorsOption,
+    BatchArgument,
+    DataDirOption,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+)
+from batchsvc.cli.run import ModelOption, NameOption, SkipOption, check_output, chosen_input, start
+from batchsvc.cli.target import absolute_model, opened, select
+from batchsvc.money import format_dollars
+from batchsvc.stack.options import ALL, CANCELLING, READING
+
+_CANCEL_S = 10.0
+
+
+def submit(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
+    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    skip_invalid: SkipOption = False,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload a file and create its batch; print the batch's id."""
+    console = Console(as_json=as_json)
+    source = chosen_input(file, input_file)
+    model = absolute_model(model) if model else None
+    target = select(data_dir, url, api_key, os.environ)
+    with opened(target, console, roles=READING, purpose="submit") as session:
+        batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=None)
+        console.out(batch["id"])
+        console.result(batch)
+        if session.is_own:
+            flags = target.flags()
+            console.say(f"It waits until a stack runs: `batchsvc up{flags}` or `batchsvc watch {batch['id']}{flags}`.")
+
+
+def watch(
+    batch_id: BatchArgument,
+    allow_errors: AllowErrorsOption = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a batch until it has ended."""
+    console = Console(as_json=as_json)
+    allowed_errors(allow_errors, 0)
+    target = select(data_dir, url, api_key, os.environ)
+    with opened(target, console, roles=ALL, purpose="watch") as session:
+        try:
+            batch = follow(session.client, session.client.batch(batch_id), console)
+        except KeyboardInterrupt:
+            goes_on = "stops with the stack that this command started" if session.is_own else "goes on"
+            raise CommandError(f"No longer watching: {batch_id} {goes_on}.", Exit.INTERRUPTED) from None
+        if batch["status"] == "failed":
+            outcome.tell_problems(batch, console)
+        else:
+            outcome.summary(batch, console, results="", elapsed_s=outcome.elapsed_of(batch))
+        console.result(batch)
+    raise typer.Exit(outcome.exit_of(batch, allow_errors))
+
+
+def list_batches(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="At most so many.")] = 20,
+    after: Annotated[str | None, typer.Option("--after", metavar="BATCH", help="Older than this one.")] = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List batches, newest first."""
+    console = Console(as_json=as_json)
+    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="list") as session:
+        page = session.client.batches(limit=limit, after=after)
+    console.result(page)
+    console.table(
+        [_row(batch) for batch in page["data"]], ("id", "status", "lines", "failed", "cost", "created", "name")
+    )
+
+
+def show(
+    batch_id: BatchArgument,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one batch."""
+    console = Console(as_json=as_json)
+    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="show") as session:
+        batch = session.client.batch(batch_id)
+    console.result(batch)
+    if batch["status"] == "failed" and not as_json:
+        outcome.tell_problems(batch, console)
+        return
+    outcome.summary(batch, console, results="", elapsed_s=outcome.elapsed_of(batch))
+    extra = {"Name": batch.get("name"), "Model": batch.get("model"), "Waiting for": batch.get("waiting_for")}
+    console.fields({name: value for name, value in extra.items() if value})
+
+
+def results(
+    batch_id: BatchArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="F", help="Write to F instead of standard output.")
+    ] = None,
+    allow_errors: AllowErrorsOption = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the result lines of an ended batch, in input order.
+
+    With --json and -o the batch object goes to standard output; without -o the result lines do.
+    """
+    console = Console(as_json=as_json)
+    allowed_errors(allow_errors, 0)
+    if output is not None:
+        check_output(output, None)
+    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="results") as session:
+        batch = session.client.batch(batch_id)
+        if batch["status"] not in ENDED:
+            raise CommandError(f"{batch_id} is {batch['status']}: `batchsvc watch {batch_id}` waits for its end.")
+        if batch["status"] == "failed":
+            outcome.tell_problems(batch, console)
+        elif output is not None:
+            count = merge.write_results(session.client, batch, output)
+            console.say(f"{count:,} lines are in {output}.")
+            console.result(batch)
+        else:
+            for line in merge.results(session.client, batch):
+                sys.stdout.buffer.write(line + b"\n")
+            sys.stdout.buffer.flush()
+    raise typer.Exit(outcome.exit_of(batch, allow_errors))
+
+
+def cancel(
+    batch_id: BatchArgument,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel a batch; what is finished is kept and billed."""
+    console = Console(as_json=as_json)
+    with opened(select(data_dir, url, api_key, os.environ), console, roles=CANCELLING, purpose="cancel") as session:
+        batch = session.client.cancel(batch_id)
+        deadline = time.monotonic() + _CANCEL_S
+        while batch["status"] == "cancelling" and time.monotonic() < deadline:
+            time.sleep(0.3)
+            batch = session.client.batch(batch_id)
+    console.out(f"{batch_id} is {batch['status']}.")
+    console.result(batch)
+
+
+def _row(batch: dict[str, Any]) -> dict[str, object]:
+    counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
+    created = datetime.fromtimestamp(batch["created_at"], UTC).astimezone()
+    return {
+        "id": batch["id"],
+        "status": batch["status"],
+        "lines": f"{counts.get('completed', 0) + counts.get('failed', 0):,}/{counts.get('total', 0):,}",
+        "failed": f"{counts.get('failed', 0):,}",
+        "cost": format_dollars(usage["cost_nanos"]) if "cost_nanos" in usage else "",
+        "created": created.strftime("%Y-%m-%d %H:%M"),
+        "name": batch.get("name") or "",
+    }

@@ -1,0 +1,172 @@
+"""`batchsvc run`: one file in, its results out; everything between is done, shown and picked up again if it broke."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batchsvc.cli import attach, merge, outcome
+from batchsvc.cli.console import Console
+from batchsvc.cli.exits import CommandError, Exit, allowed_errors
+from batchsvc.cli.follow import follow
+from batchsvc.cli.options import AllowErrorsOption, DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.target import Session, absolute_model, opened, select
+from batchsvc.stack.options import ALL
+
+ENDPOINT = "/v1/chat/completions"
+_TELL_BYTES = 32 * 1024 * 1024  # uploads above this say how far they are
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="M", help="Run every line on M, whatever its body.model says.")
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", metavar="N", help="Name of the batch; the same name and input go on with it.")
+]
+SkipOption = Annotated[bool, typer.Option("--skip-invalid", help="Turn broken lines into error lines.")]
+
+
+def run(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
+    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="F", help="Results (default: FILE's name with .results.jsonl, here)."),
+    ] = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    skip_invalid: SkipOption = False,
+    allow_errors: AllowErrorsOption = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a file of requests and write its results, in input order.
+
+    Repeating the command goes on with the unfinished batch of the same input instead of paying twice. Ctrl-C leaves
+    the batch running on a stack that was running before.
+    """
+    console = Console(as_json=as_json)
+    source = chosen_input(file, input_file)
+    allowed_errors(allow_errors, 0)  # a wrong form is told before anything is paid for
+    path = output or Path(source.stem + ".results.jsonl")
+    check_output(path, source)
+    model = absolute_model(model) if model else None
+    target = select(data_dir, url, api_key, os.environ)
+    with opened(target, console, roles=ALL, purpose="run", model=model) as session:
+        batch: dict[str, Any] | None = None
+        try:
+            batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=path)
+            started = time.monotonic()
+            batch = follow(session.client, batch, console)
+            elapsed_s = time.monotonic() - started
+            if batch["status"] == "failed":
+                outcome.tell_problems(batch, console)
+            else:
+                merge.write_results(session.client, batch, path)
+                outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s)
+        except KeyboardInterrupt:
+            raise CommandError(_interrupted(session, batch, path), Exit.INTERRUPTED) from None
+        console.result(batch)
+    raise typer.Exit(outcome.exit_of(batch, allow_errors))
+
+
+def start(
+    session: Session,
+    console: Console,
+    source: Path,
+    *,
+    name: str | None,
+    model: str | None,
+    skip_invalid: bool,
+    results: Path | None,
+) -> dict[str, Any]:
+    """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it does."""
+    on_invalid = "skip" if skip_invalid else "fail"
+    if model:
+        console.say(f"Every line runs on {model}: --model overrides the model that the file names.")
+    sha256 = attach.sha256_of(source)
+    if results is not None:
+        wish = attach.Wish(sha256=sha256, name=name, model=model, on_invalid=on_invalid, has_results=results.exists())
+        if found := attach.find(session.client, wish):
+            console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
+            return found
+    uploaded = session.client.upload(source, _upload_progress(console, source.stat().st_size))
+    metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
+    body: dict[str, Any] = {
+        "input_file_id": uploaded["id"],
+        "endpoint": ENDPOINT,
+        "completion_window": "24h",
+        "metadata": metadata,
+        "on_invalid": on_invalid,
+    }
+    body |= {key: value for key, value in (("name", name), ("model", model)) if value}
+    batch = session.client.create_batch(body)
+    console.say(f"{source} is batch {batch['id']}.")
+    return batch
+
+
+def chosen_input(file: Path | None, input_file: Path | None) -> Path:
+    """The one input that was named, if it can be read. Raises CommandError in one sentence."""
+    if (file is None) == (input_file is None):
+        raise CommandError("Name one input: FILE or -i FILE.", Exit.USAGE)
+    source = file or input_file
+    assert source is not None, "one of the two was given"
+    try:
+        if source.is_dir():
+            raise CommandError(f"{source} is a directory: name a JSONL or Parquet file.", Exit.USAGE)
+        with source.open("rb") as opened_file:
+            first = opened_file.read(1)
+    except FileNotFoundError:
+        raise CommandError(f"There is no file {source}.", Exit.USAGE) from None
+    except OSError as error:
+        raise CommandError(f"{source} can't be read: {error.strerror}.", Exit.USAGE) from error
+    if not first:
+        raise CommandError(f"{source} is empty: it needs one request a line.", Exit.REFUSED)
+    return source
+
+
+def check_output(path: Path, source: Path | None) -> None:
+    """Sees that results can be written to `path` before anything is paid for."""
+    if path.is_dir():
+        raise CommandError(f"{path} is a directory: name a file with -o.", Exit.USAGE)
+    if source is not None and path.exists() and path.samefile(source):
+        raise CommandError(f"The results would overwrite the input {source}: name another file with -o.", Exit.USAGE)
+    partial = merge.partial_of(path)
+    try:
+        partial.open("ab").close()
+        if partial.stat().st_size == 0:
+            partial.unlink()
+    except OSError as error:
+        raise CommandError(f"{path} can't be written: {error.strerror}.", Exit.USAGE) from error
+
+
+def _upload_progress(console: Console, total: int) -> Any:
+    told = 0
+
+    def sent(position: int) -> None:
+        nonlocal told
+        if total > _TELL_BYTES and position - told >= _TELL_BYTES:
+            told = position
+            console.say(f"uploading: {position / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+    return sent
+
+
+def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path) -> str:
+    if batch is None:
+        return "Interrupted before a batch was created: nothing runs and nothing is paid."
+    flags = session.target.flags()
+    if session.is_own:
+        return (
+            f"Interrupted: {batch['id']} keeps its finished lines. Repeat the command to go on with it, "
+            f"or let it finish with `batchsvc up{flags}`."
+        )
+    return (
+        f"Detached: {batch['id']} goes on. Repeat the command to pick it up, or use "
+        f"`batchsvc watch {batch['id']}{flags}` and `batchsvc results {batch['id']} -o {path}{flags}`."
+    )

@@ -1,0 +1,131 @@
+"""Which service a command talks to, and how it comes to answer: a server, a running stack, or one started for it.
+
+By flags first (--data-dir, or --url with --api-key), then by OPENAI_BASE_URL together with OPENAI_API_KEY, else the
+user's data directory. A key alone is never sent anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchsvc.cli.console import Console
+from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.launch import Launched, launch, wait_until_usable
+from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Role, StackOptions
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
+
+_PATIENCE_S = 300.0  # another command's stack may be pulling a model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Either a server (`url` and `api_key`) or a data directory."""
+
+    directory: DataDir | None = None
+    url: str = ""
+    api_key: str = ""
+
+    def flags(self) -> str:
+        """How a follow-up command names the same place."""
+        if self.directory is None:
+            return ""
+        return "" if self.directory == DataDir.at(None) else f" --data-dir {self.directory.root}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """An open target. `is_own`: the stack was started for this command and ends with it."""
+
+    client: Client
+    target: Target
+    is_own: bool
+
+
+def select(data_dir: Path | None, url: str | None, api_key: str | None, env: Mapping[str, str]) -> Target:
+    """The target by the rules of this module. Raises CommandError for a half-named one."""
+    if data_dir is not None and (url or api_key):
+        raise CommandError("Name either --data-dir or --url with --api-key, not both.", Exit.USAGE)
+    if bool(url) != bool(api_key):
+        missing = "--api-key" if url else "--url"
+        raise CommandError(f"--url and --api-key belong together: {missing} is missing.", Exit.USAGE)
+    if url and api_key:
+        return Target(url=_checked(url), api_key=api_key)
+    if data_dir is None and env.get("OPENAI_BASE_URL") and env.get("OPENAI_API_KEY"):
+        return Target(url=_checked(env["OPENAI_BASE_URL"]), api_key=env["OPENAI_API_KEY"])
+    return Target(directory=DataDir.at(data_dir))
+
+
+@contextmanager
+def opened(
+    target: Target, console: Console, *, roles: tuple[Role, ...], purpose: str, model: str | None = None
+) -> Iterator[Session]:
+    """A client of the target. With no stack running in a data directory, one with `roles` is started and stopped."""
+    from batchsvc.cli.client import Client
+
+    if target.directory is None:
+        with Client(target.url, target.api_key, is_local=False) as client:
+            yield Session(client=client, target=target, is_own=False)
+        return
+    directory = target.directory
+    launched: Launched | None = None
+    try:
+        state = wait_until_usable(directory, roles, _PATIENCE_S)
+        if state is None:
+            launched = launch(stack_options(directory, roles=roles, purpose=purpose, model=model), console.say)
+            launched.listen(console.say)
+            state = launched.state
+        key = directory.api_key.read_text(encoding="utf-8").strip()
+        with Client(state.url, key, is_local=True) as client:
+            yield Session(client=client, target=target, is_own=launched is not None)
+    except OSError as error:
+        if error.filename and str(error.filename).startswith(str(directory.root)):
+            raise directory.explain(error) from error
+        raise
+    finally:
+        if launched is not None:
+            launched.stop()
+
+
+def stack_options(
+    directory: DataDir,
+    *,
+    roles: tuple[Role, ...],
+    purpose: str,
+    model: str | None,
+    host: str | None = None,
+    port: int | None = None,
+) -> StackOptions:
+    """Options of a start, with what the environment says where no flag does."""
+    if port is None and (text := os.environ.get("BATCHSVC_PORT")):
+        if not text.isdigit() or int(text) > 65535:
+            raise CommandError(f"BATCHSVC_PORT can't be {text!r}: it is a port number.", Exit.USAGE)
+        port = int(text)
+    return StackOptions(
+        root=directory.root,
+        host=host or os.environ.get("BATCHSVC_HOST") or DEFAULT_HOST,
+        port=port,
+        model=absolute_model(model or os.environ.get("BATCHSVC_MODEL") or DEFAULT_MODEL),
+        purpose=purpose,
+        roles=roles,
+    )
+
+
+def absolute_model(name: str) -> str:
+    """A model given by path, spelled so that it means the same from any folder; other names stay."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if not name.startswith("hf:") and path.exists() else name
+
+
+def _checked(url: str) -> str:
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise CommandError(f"{url!r} is not a URL: it starts with http:// or https://.", Exit.USAGE)
+    return base if base.endswith("/v1") else base + "/v1"

@@ -1,0 +1,126 @@
+"""The five processes of a stack: how each is started, with which settings, and when it counts as ready."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchsvc.stack import services
+from batchsvc.stack.child import ChildSpec
+from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.options import StackOptions
+
+_DRAIN_S = 35.0  # BATCHSVC_TERM_GRACE_S and a little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secrets:
+    """What the services of one stack share."""
+
+    valkey: str
+    s3_key: str
+    s3_secret: str
+    jwt: str
+
+    @classmethod
+    def of(cls, directory: DataDir) -> Secrets:
+        """The secrets of this directory, made on first use."""
+        return cls(
+            valkey=directory.secret("valkey_password", lambda: secrets.token_hex(24)),
+            s3_key=directory.secret("s3_access_key", lambda: "batchsvc" + secrets.token_hex(8)),
+            s3_secret=directory.secret("s3_secret_key", lambda: secrets.token_hex(24)),
+            jwt=directory.secret("s3_jwt_key", lambda: secrets.token_hex(24)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHooks:
+    """What only the database can tell about an engine worker, asked with its pid."""
+
+    is_alive: Callable[[int], bool]
+    free_leases: Callable[[int], None]
+
+
+def api_url(options: StackOptions, ports: dict[str, int]) -> str:
+    """The base URL that a client uses, with /v1."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)  # noqa: S104
+    return f"http://{host}:{ports['api']}/v1"
+
+
+def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int], keys: Secrets) -> dict[str, str]:
+    """The settings of the embedded deployment: the same variables that any other deployment sets."""
+    return {
+        "DATABASE_URL": directory.database_url,
+        "REDIS_URL": f"redis://:{keys.valkey}@127.0.0.1:{ports['valkey']}/0",
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{ports['s3']}",
+        "AWS_ACCESS_KEY_ID": keys.s3_key,
+        "AWS_SECRET_ACCESS_KEY": keys.s3_secret,
+        "AWS_REGION": "us-east-1",
+        "BATCHSVC_BUCKET": "batchsvc",
+        "BATCHSVC_MODEL": options.model,
+        "BATCHSVC_HOST": options.host,
+        "BATCHSVC_PORT": str(ports["api"]),
+    }
+
+
+def specs(
+    directory: DataDir, options: StackOptions, ports: dict[str, int], keys: Secrets, hooks: EngineHooks
+) -> list[ChildSpec]:
+    """The processes of the wanted roles, in the order of their start."""
+    env = service_env(directory, options, ports, keys)
+
+    def ours(*module: str) -> services.Command:
+        # -P: the data directory is the working directory, and nothing in it may pass for our code
+        return services.Command(argv=(sys.executable, "-P", "-m", *module), env=env, cwd=directory.root)
+
+    weed_ports = {name: ports[name] for name in services.WEED_PORTS}
+    livez = api_url(options, ports).removesuffix("/v1") + "/livez"
+    every = [
+        ChildSpec(
+            name="valkey",
+            command=services.valkey(directory.root / "valkey", port=ports["valkey"], password=keys.valkey),
+            is_ready=lambda _pid: services.valkey_is_ready(ports["valkey"], keys.valkey),
+            is_data=True,
+        ),
+        ChildSpec(
+            name="seaweedfs",
+            command=services.seaweedfs(
+                directory.root / "s3",
+                ports=weed_ports,
+                access_key=keys.s3_key,
+                secret_key=keys.s3_secret,
+                jwt_key=keys.jwt,
+            ),
+            is_ready=lambda _pid: services.seaweedfs_is_ready(weed_ports),
+            is_data=True,
+        ),
+        ChildSpec(name="api", command=ours("batchsvc.app"), is_ready=lambda _pid: _answers(livez), grace_s=10),
+        ChildSpec(name="control", command=ours("workers", "control"), is_ready=lambda _pid: True, grace_s=_DRAIN_S),
+        ChildSpec(
+            name="engine",
+            command=ours("workers", "engine"),
+            is_ready=hooks.is_alive,
+            grace_s=_DRAIN_S,
+            on_death=hooks.free_leases,
+        ),
+    ]
+    return [spec for spec in every if spec.name in options.roles]
+
+
+def remove_sockets(ports: dict[str, int]) -> None:
+    """SeaweedFS leaves its gRPC sockets in /tmp; ours have our ports in their names."""
+    for name in services.WEED_PORTS:
+        for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{ports[name] + services.GRPC_OFFSET}.sock"):  # noqa: S108
+            path.unlink(missing_ok=True)
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

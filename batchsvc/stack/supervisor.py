@@ -1,0 +1,264 @@
+"""Runs one embedded stack: starts its processes in order, restarts what crashes, stops everything in order.
+
+One thread does it all, ten looks a second, so that no two decisions overlap:
+
+    lock -> leftovers of a crash -> ports -> valkey, seaweedfs -> schema, prices, keys, model -> api, control, engine
+    -> ready -> watch -> engine and control drain -> api -> seaweedfs, valkey
+
+A crashed process is started again, at once the first time, later with a growing pause; an engine worker's leases are
+freed first. A data service that crashes three times in a minute ends the stack with the last lines of its log. The
+first SIGINT or SIGTERM lets the workers finish what they hold, the second ends them now.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import psutil
+
+from batchsvc.batches import unit_queries, worker_queries
+from batchsvc.db.session import Database
+from batchsvc.errors import ServiceError, UnavailableError
+from batchsvc.stack import children, ports, prepare
+from batchsvc.stack.child import Child, is_same
+from batchsvc.stack.datadir import DataDir, Lock
+from batchsvc.stack.options import STATE, ProcessState, StackOptions, StackState, leftover_state, own_identity
+
+_TICK_S = 0.1
+_DATA_READY_S = 90.0
+_SERVICE_READY_S = 120.0
+_CRASHES, _CRASH_WINDOW_S = 3, 60.0
+_LONGEST_PAUSE_S = 30.0
+
+
+class _StopRequested(BaseException):
+    """A signal that arrived during the start; derived so that no `except Exception` swallows it."""
+
+
+class Supervisor:
+    """One stack, from lock to unlock. `say` gets a sentence for each slow phase and each surprise."""
+
+    def __init__(self, options: StackOptions, say: Callable[[str], None]) -> None:
+        self.options = options
+        self.directory = DataDir.at(options.root)
+        self._say = say
+        self._children: list[Child] = []
+        self._signals = 0
+        self._is_starting = True
+        self._phase = "starting"
+        self._ports: dict[str, int] = {}
+        self._lock: Lock | None = None
+        self._database: Database | None = None
+        self._created = own_identity(os.getpid())
+        self._host = socket.gethostname()
+        self._last_state: StackState | None = None
+
+    def run(self, on_ready: Callable[[StackState], None]) -> None:
+        """Start, call `on_ready`, and stay until a signal. Raises ServiceError in one sentence if it can't go on."""
+        self.directory.create()
+        self._lock = self.directory.lock()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        try:
+            self._start()
+            self._is_starting = False
+            on_ready(self._publish("ready"))
+            self._watch()
+        except _StopRequested:
+            self._is_starting = False
+        except OSError as error:
+            raise self.directory.explain(error) from error
+        finally:
+            self._is_starting = False
+            self._stop()
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        directory, options = self.directory, self.options
+        _end_leftovers(directory)
+        self._ports = ports.choose(directory, host=options.host, port=options.port)
+        keys = children.Secrets.of(directory)
+        self._database = Database(directory.database_url)
+        hooks = children.EngineHooks(is_alive=self._engine_is_alive, free_leases=self._free_leases)
+        specs = children.specs(directory, options, self._ports, keys, hooks)
+        self._children = [Child(spec, directory.logs) for spec in specs]
+        data = [child for child in self._children if child.spec.is_data]
+        ours = [child for child in self._children if not child.spec.is_data]
+
+        self._tell("Starting " + " and ".join(_TITLES[child.spec.name] for child in data) + ".")
+        for child in data:
+            child.start()
+        prepare.prepare_database(directory, self._database)
+        if "engine" in options.roles:
+            prepare.prepare_model(self._database, options.model, self._tell)
+        self._wait_for(data, _DATA_READY_S)
+        for child in ours:
+            child.start()
+        services = [child for child in ours if child.spec.name != "engine"]
+        self._tell("Starting " + " and ".join(_TITLES[child.spec.name] for child in services) + ".")
+        self._wait_for(services, _SERVICE_READY_S)
+        engines = [child for child in ours if child.spec.name == "engine"]
+        if engines:
+            self._tell(f"Loading {options.model} and warming up the engine.")
+            self._wait_for(engines, None)
+
+    def _wait_for(self, waited: list[Child], limit_s: float | None) -> None:
+        started = time.monotonic()
+        while True:
+            self._look()
+            if all(child.state == "ready" for child in waited):
+                return
+            if limit_s is not None and time.monotonic() - started > limit_s:
+                late = next(child for child in waited if child.state != "ready")
+                raise UnavailableError(f"{late.spec.name} isn't ready after {limit_s:.0f} s: see {late.log}.")
+            time.sleep(_TICK_S)
+
+    # -- watch ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._signals:
+            self._look()
+            time.sleep(_TICK_S)
+
+    def _look(self) -> None:
+        """One look at every child: what ended is handled, what became ready is noted, what may start again starts."""
+        now = time.monotonic()
+        for child in self._children:
+            code = child.exit_code()
+            if child.state in ("starting", "ready") and code is not None:
+                self._on_crash(child, code, now)
+            elif child.state == "starting" and child.pid and child.spec.is_ready(child.pid):
+                child.state = "ready"
+                if not self._is_starting:
+                    self._say(f"{child.spec.name} is ready again")
+            elif child.state == "restarting" and now >= child.restart_at:
+                child.start()
+        self._publish(self._phase)
+
+    def _on_crash(self, child: Child, code: int, now: float) -> None:
+        name, pid = child.spec.name, child.pid
+        if child.spec.on_death and pid:
+            child.spec.on_death(pid)
+        recent = [at for at in child.crashes if now - at < _CRASH_WINDOW_S]
+        child.crashes.append(now)
+        lines = [line for line in child.last_lines() if line.strip()]
+        if self._is_starting and code > 0 and not child.spec.is_data:
+            why = lines[-1] if lines else f"it ended with exit code {code}"
+            title = _TITLES[name][:1].upper() + _TITLES[name][1:]
+            raise UnavailableError(f"{title} can't start: {why} (log: {child.log})")
+        if child.spec.is_data and len(recent) + 1 >= _CRASHES:
+            raise UnavailableError(
+                f"{_TITLES[name]} crashed {_CRASHES} times in a minute; the end of {child.log}:\n" + "\n".join(lines)
+            )
+        pause = 0.0 if not recent else min(_LONGEST_PAUSE_S, 0.5 * 2 ** len(recent))
+        child.restart_at, child.state = now + pause, "restarting"
+        said = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        self._say(f"{name} (pid {pid}) ended {said}; it starts again" + (f" in {pause:.0f} s" if pause else ""))
+
+    # -- stop ----------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._phase = "stopping"
+        for names in (("engine", "control"), ("api",), ("seaweedfs", "valkey")):
+            group = [child for child in self._children if child.spec.name in names]
+            for child in group:
+                child.terminate()
+            self._publish(self._phase)
+            deadline = time.monotonic() + max((child.spec.grace_s for child in group), default=0)
+            while any(child.exit_code() is None and child.pid for child in group):
+                is_hasty = self._signals > 1 and not any(child.spec.is_data for child in group)
+                if is_hasty or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            for child in group:
+                child.kill()
+                child.state = "stopped"
+                if child.spec.on_death and child.pid:
+                    child.spec.on_death(child.pid)
+        if self._ports:
+            children.remove_sockets(self._ports)
+        if self._database:
+            self._database.dispose()
+        (self.directory.run / STATE).unlink(missing_ok=True)
+        if self._lock:
+            self._lock.release()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._is_starting:
+            self._is_starting = False
+            raise _StopRequested
+
+    # -- what it knows -------------------------------------------------------------------------------------------
+
+    def _tell(self, phase: str) -> None:
+        self._phase = phase
+        self._publish(phase)
+        self._say(phase)
+
+    def _publish(self, phase: str) -> StackState:
+        state = StackState(
+            pid=os.getpid(),
+            created=self._created,
+            purpose=self.options.purpose,
+            url=children.api_url(self.options, self._ports) if self._ports else "",
+            model=self.options.model,
+            roles=self.options.roles,
+            phase=phase,
+            is_ready=phase != "stopping" and bool(self._children) and all(c.state == "ready" for c in self._children),
+            processes=tuple(
+                ProcessState(name=c.spec.name, pid=c.pid, created=c.created, state=c.state) for c in self._children
+            ),
+        )
+        if state != self._last_state:
+            self._last_state, self._phase = state, phase
+            try:
+                self.directory.write_json(STATE, state.to_json())
+            except OSError as error:  # a full disk must not end a stack that works
+                self._say(str(self.directory.explain(error)))
+        return state
+
+    def _engine_is_alive(self, pid: int) -> bool:
+        assert self._database is not None, "the database is opened before any child starts"
+        with self._database.reading() as session:
+            return worker_queries.is_beating(session, self._host, pid)
+
+    def _free_leases(self, pid: int) -> None:
+        assert self._database is not None, "the database is opened before any child starts"
+        try:
+            freed = self._database.run(lambda session: unit_queries.free_owner(session, self._host, pid))
+        except Exception as error:  # the reaper frees them later; the stack must go on
+            self._say(f"the leases of pid {pid} could not be freed now ({error}); they run out by themselves")
+            return
+        if freed and not self._signals:
+            self._say(f"{freed} units of pid {pid} are free again")
+
+
+_TITLES = {
+    "valkey": "Valkey",
+    "seaweedfs": "SeaweedFS",
+    "api": "the API",
+    "control": "the control worker",
+    "engine": "the engine worker",
+}
+
+
+def _end_leftovers(directory: DataDir) -> None:
+    """End processes that a killed supervisor left: only those whose pid and start time its state file names."""
+    state = leftover_state(directory)
+    if state is None:
+        return
+    left = [p.pid for p in state.processes if p.pid is not None and is_same(p.pid, p.created)]
+    for pid in left:
+        try:
+            process = psutil.Process(pid)
+            process.kill()
+            process.wait(10)
+        except (psutil.Error, ServiceError):
+            continue

@@ -3,6 +3,7 @@
 ServiceError(message, status, type, code, param)
 ├── InvalidRequestError   400  a parameter can't be used
 ├── AuthenticationError   401  no key, or a wrong one
+├── PermissionDeniedError 403  a key that may not do this
 ├── NotFoundError         404  no such object in this project
 ├── TooLargeError         413  over a limit of bytes
 └── UnavailableError      503  a service that we need doesn't answer
@@ -39,6 +40,13 @@ class AuthenticationError(ServiceError):
 
     status = 401
     type = "authentication_error"
+
+
+class PermissionDeniedError(ServiceError):
+    """The key is valid and may not do this."""
+
+    status = 403
+    type = "permission_error"
 
 
 class NotFoundError(ServiceError):

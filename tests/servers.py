@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqlalchemy import create_engine, text
+
 from batchsvc.stack import services
 
 
@@ -76,3 +78,21 @@ def start_postgres() -> Iterator[str]:
         yield server.get_uri()
     finally:
         server.cleanup()
+
+
+@contextmanager
+def fresh_database(maintenance_url: str) -> Iterator[str]:
+    """Yields the URL of an empty database on this PostgreSQL, and drops it afterwards."""
+    name = "t_" + secrets.token_hex(6)
+    engine = create_engine(
+        maintenance_url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT"
+    )
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    base, _, query = maintenance_url.partition("?")
+    try:
+        yield base.rsplit("/", 1)[0] + f"/{name}" + (f"?{query}" if query else "")
+    finally:
+        with engine.connect() as connection:
+            connection.execute(text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
+        engine.dispose()

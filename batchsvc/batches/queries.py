@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.batches.tables import Batch, Model, Unit, Worker
+from batchsvc.batches.tables import Batch, Garbage, Model, Unit, Worker
 from batchsvc.db.keyset import Cursor, page
 
 
@@ -86,5 +86,13 @@ def live_workers_by_model(session: Session, since_ms: int) -> dict[str, int]:
     return _counts(session, alive.group_by(Worker.model_digest))
 
 
+def probe_write(session: Session) -> None:
+    """Write something and take it back: proof that the database takes writes and has our tables."""
+    with session.begin_nested() as savepoint:
+        session.add(Garbage(s3_key="", not_before_ms=0))
+        session.flush()
+        savepoint.rollback()
+
+
 def _counts(session: Session, query: Select[str, int]) -> dict[str, int]:
-    return dict(session.execute(query).tuples().all())
+    return {row[0]: row[1] for row in session.execute(query)}

@@ -28,7 +28,9 @@ class Database:
         self.url = url
         self.is_sqlite = url.startswith("sqlite")
         if self.is_sqlite:
-            self.engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False})
+            self.engine = create_engine(
+                url, connect_args={"timeout": 30, "check_same_thread": False}, hide_parameters=True
+            )
             event.listen(self.engine, "connect", _prepare_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
         else:
@@ -37,6 +39,7 @@ class Database:
                 pool_size=pool_size,
                 max_overflow=10,
                 pool_pre_ping=True,
+                hide_parameters=True,  # an error's text must not carry what users sent
                 pool_recycle=1800,
                 connect_args={
                     "connect_timeout": 5,

@@ -1,0 +1,34 @@
+"""From a request to its caller: the key in `Authorization: Bearer KEY`, checked against the database every time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from batchsvc.accounts import service
+from batchsvc.accounts.service import Caller
+from batchsvc.errors import AuthenticationError, PermissionDeniedError
+from batchsvc.http.deps import ContextDep
+
+
+def require_caller(request: Request, context: ContextDep) -> Caller:
+    """Who makes this call. No cache: a key that is revoked is refused from the next call on."""
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not secret.strip():
+        raise AuthenticationError(
+            "You didn't provide an API key: send it in a header, Authorization: Bearer KEY.", code="missing_api_key"
+        )
+    with context.db.reading() as session:
+        return service.caller(session, secret.strip())
+
+
+def require_admin(caller: Annotated[Caller, Depends(require_caller)]) -> Caller:
+    """A caller that may manage keys and models."""
+    if not caller.is_admin:
+        raise PermissionDeniedError("This needs the admin key.", code="admin_only")
+    return caller
+
+
+CallerDep = Annotated[Caller, Depends(require_caller)]
+AdminDep = Annotated[Caller, Depends(require_admin)]

@@ -1,0 +1,137 @@
+"""The API process: puts the parts together and serves them. `python -m batchsvc.app` runs it."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from sqlalchemy.orm import Session
+
+import batchsvc.accounts.routes
+import batchsvc.batches.model_routes
+import batchsvc.batches.routes
+import batchsvc.files.routes
+from batchsvc import logs
+from batchsvc.accounts.caller import require_caller
+from batchsvc.batches import reaper_queries
+from batchsvc.batches.service import live_batch_of
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
+from batchsvc.dispatch import CeleryDispatcher, Dispatcher
+from batchsvc.errors import ServiceError, UnavailableError
+from batchsvc.health import Checks
+from batchsvc.http import errors
+from batchsvc.http.deps import Context
+from batchsvc.http.middleware import RequestMiddleware
+from batchsvc.metrics import Metrics
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+
+_POOL = 20  # database connections: about one for every two of the threads that run routes
+_DELETE_GRACE_S = 600  # a download that has begun may end
+_DRAIN_S = 8
+
+
+def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> FastAPI:
+    """The application on these settings. Opens no connection before the first request."""
+    db = Database(settings.database_url, pool_size=_POOL)
+    store = ObjectStore(settings)
+    checks, metrics = Checks(db, store, settings.redis_url), Metrics(db, settings.renew_s)
+    context = Context(
+        settings=settings,
+        db=db,
+        store=store,
+        dispatcher=dispatcher or CeleryDispatcher(settings.redis_url),
+        live_batch_of=live_batch_of,
+        discard=_discard,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        context.dispatcher.close()
+        checks.close()
+        db.dispose()
+
+    # no pages of documentation: they would need no key, and FastAPI's load scripts from elsewhere
+    app = FastAPI(
+        title="batchsvc",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.context = context
+    app.add_middleware(RequestMiddleware, streaming=[("POST", "/v1/files")])
+    errors.install(app)
+    for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
+        app.include_router(module.routes.router)
+    app.include_router(batchsvc.batches.model_routes.router)
+
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        """The process runs; needs no key."""
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    def readyz() -> Response:
+        """Whether requests can be served, part by part; needs no key."""
+        health = checks.look()
+        said: dict[str, Any] = {"status": health.status, "parts": health.parts}
+        if health.status == "unready":
+            broken = " ".join(text for text in health.parts.values() if text != "ok")
+            said |= UnavailableError(broken, code="not_ready").envelope()
+        return JSONResponse(said, status_code=503 if health.status == "unready" else 200)
+
+    @app.get("/metrics")
+    def show_metrics(request: Request) -> Response:
+        """Prometheus' text; needs no key from this machine."""
+        if not _is_loopback(request):
+            require_caller(request, context)
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _discard(session: Session, key: str) -> None:
+    reaper_queries.discard(session, [key], grace_s=_DELETE_GRACE_S)
+
+
+def _is_loopback(request: Request) -> bool:
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    """Migrate the database, make the bucket, and serve until told to stop."""
+    try:
+        settings = Settings.from_env()
+        logs.configure(settings.log_level)
+        migrate.upgrade(settings.database_url)
+        ObjectStore(settings).ensure_bucket()
+        app = create_app(settings)
+    except ServiceError as error:
+        sys.exit(error.message)
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Routes of models: list and retrieve for everybody; register, alias and unalias for the admin key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from sqlalchemy.orm import Session
+
+from batchsvc.accounts.caller import AdminDep, CallerDep
+from batchsvc.batches import models, queries
+from batchsvc.batches.schemas import CreateAlias, RegisterModel, model_object
+from batchsvc.batches.service import alive_since_ms
+from batchsvc.batches.tables import Model
+from batchsvc.errors import NotFoundError
+from batchsvc.http.deps import Context, ContextDep
+
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/models")
+def list_models(_caller: CallerDep, context: ContextDep) -> dict[str, Any]:
+    """All models, then all aliases."""
+    with context.db.reading() as session:
+        return {"object": "list", "data": _show(session, context, models.list_models(session))}
+
+
+@router.get("/models/{name:path}")
+def retrieve_model(_caller: CallerDep, context: ContextDep, name: str) -> dict[str, Any]:
+    """One model or alias."""
+    with context.db.reading() as session:
+        row = queries.model(session, name)
+        if row is None:
+            raise NotFoundError(f"The model '{name}' does not exist.", code="model_not_found", param="model")
+        return _show(session, context, [row])[0]
+
+
+@router.post("/admin/models")
+def register_model(_admin: AdminDep, context: ContextDep, body: RegisterModel) -> dict[str, Any]:
+    """Make a model known, or update it."""
+    with context.db.transaction() as session:
+        row = models.register(
+            session,
+            body.name,
+            body.path,
+            digest=body.digest,
+            context_tokens=body.context_tokens,
+            weight_format=body.weight_format,
+            kv_format=body.kv_format,
+        )
+        return _show(session, context, [row])[0]
+
+
+@router.post("/admin/aliases")
+def create_alias(_admin: AdminDep, context: ContextDep, body: CreateAlias) -> dict[str, Any]:
+    """Let a name mean a model, from the next batch on."""
+    with context.db.transaction() as session:
+        return _show(session, context, [models.alias(session, body.name, body.target)])[0]
+
+
+@router.delete("/admin/aliases/{name:path}")
+def delete_alias(_admin: AdminDep, context: ContextDep, name: str) -> dict[str, Any]:
+    """Forget an alias."""
+    with context.db.transaction() as session:
+        models.unalias(session, name)
+    return {"id": name, "object": "model", "deleted": True}
+
+
+def _show(session: Session, context: Context, rows: list[Model]) -> list[dict[str, Any]]:
+    workers = queries.live_workers_by_model(session, alive_since_ms(session, context.settings.renew_s))
+    return [model_object(row, queries.model(session, row.alias_of) if row.alias_of else None, workers) for row in rows]

@@ -1,0 +1,140 @@
+"""Wire shapes of batches and models: OpenAI's objects, with our extensions as further fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Model
+
+
+class ExpiresAfter(BaseModel):
+    """How long result files live, from their own creation on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3_600, le=2_592_000)
+
+
+class CreateBatch(BaseModel):
+    """Body of POST /v1/batches. `model`, `on_invalid` and `name` are extensions (`extra_body` of the client)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+    model: str | None = Field(default=None, min_length=1, max_length=255)
+    on_invalid: Literal["fail", "skip"] = "fail"
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+
+
+class RegisterModel(BaseModel):
+    """Body of a new model: where its file or directory lies, and what the operator read from it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    path: str = Field(min_length=1, max_length=1024)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    context_tokens: int = Field(ge=1)
+    weight_format: str = Field(default="bf16", min_length=1, max_length=16)
+    kv_format: str = Field(default="bf16", min_length=1, max_length=16)
+
+
+class CreateAlias(BaseModel):
+    """Body of a new alias: another name for a model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    target: str
+
+
+def batch_object(row: Batch, *, waiting_for: str | None) -> dict[str, Any]:
+    """A batch as the API shows it. `usage` is there from `in_progress` on: before, nobody knows any token."""
+    status = shown_status(row)
+    has_started = row.in_progress_ms is not None
+    shown: dict[str, Any] = {
+        "id": row.id,
+        "object": "batch",
+        "endpoint": row.endpoint,
+        "errors": {"object": "list", "data": row.errors} if row.errors else None,
+        "input_file_id": row.input_file_id,
+        "completion_window": row.completion_window,
+        "status": status,
+        "output_file_id": row.output_file_id,
+        "error_file_id": row.error_file_id,
+        "created_at": row.created_ms // 1000,
+        "in_progress_at": _seconds(row.in_progress_ms),
+        "expires_at": row.expires_ms // 1000,
+        "finalizing_at": _seconds(row.finalizing_ms),
+        "completed_at": _seconds(row.ended_ms if status == Status.COMPLETED else None),
+        "failed_at": _seconds(row.ended_ms if status == Status.FAILED else None),
+        "expired_at": _seconds(row.ended_ms if status == Status.EXPIRED else None),
+        "cancelling_at": _seconds(row.cancelling_ms),
+        "cancelled_at": _seconds(row.ended_ms if status == Status.CANCELLED else None),
+        "request_counts": {
+            "total": row.total if has_started else 0,
+            "completed": row.completed if has_started else 0,
+            "failed": row.failed if has_started else 0,
+        },
+        "metadata": row.metadata_json,
+        "model": row.model_id or row.model_requested,
+        "model_digest": row.model_digest,
+        "weight_format": row.weight_format,
+        "kv_format": row.kv_format,
+        "on_invalid": row.on_invalid,
+        "name": row.name,
+        "waiting_for": waiting_for,
+        "errors_total": row.errors_total,
+    }
+    if has_started:
+        shown["usage"] = _usage(row)
+    return shown
+
+
+def shown_status(row: Batch) -> Status:
+    """The status in OpenAI's sense: a cancelled batch is `cancelling` until its results are there."""
+    if row.status == Status.FINALIZING and row.why == Status.CANCELLED:
+        return Status.CANCELLING
+    return Status(row.status)
+
+
+def model_object(row: Model, target: Model | None, served: Mapping[str, int]) -> dict[str, Any]:
+    """A model or an alias. An alias shows the digest and formats of its `target`."""
+    real = target or row
+    return {
+        "id": row.id,
+        "object": "model",
+        "created": row.created_ms // 1000,
+        "owned_by": "batchsvc",
+        "digest": real.digest,
+        "weight_format": real.weight_format,
+        "kv_format": real.kv_format,
+        "context_tokens": real.context_tokens,
+        "alias_of": row.alias_of,
+        "workers": served.get(real.digest, 0),
+    }
+
+
+def _usage(row: Batch) -> dict[str, Any]:
+    return {
+        "input_tokens": row.input_tokens,
+        "input_tokens_details": {"cached_tokens": row.cached_tokens},
+        "output_tokens": row.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": row.input_tokens + row.output_tokens,
+        "cost_nanos": row.cost_nanos,
+        "standard_nanos": row.standard_nanos,
+    }
+
+
+def _seconds(ms: int | None) -> int | None:
+    return None if ms is None else ms // 1000

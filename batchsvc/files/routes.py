@@ -1,0 +1,175 @@
+"""Routes of files. The upload is the one async route of the API: its bytes go to the store as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from batchsvc import ids
+from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.service import Caller
+from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
+from batchsvc.files import service
+from batchsvc.files.schemas import file_object
+from batchsvc.files.tables import File
+from batchsvc.http.deps import Context, ContextDep
+from batchsvc.http.paging import PageArgs, page_args, page_object
+from batchsvc.http.ranges import UnsatisfiableRangeError, span
+from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink
+from batchsvc.store import keys
+
+router = APIRouter(prefix="/v1/files")
+FilePage = Annotated[PageArgs, Depends(page_args(default=10_000, most=10_000))]
+
+
+@router.post("")
+async def create_file(request: Request, caller: CallerDep, context: ContextDep) -> dict[str, Any]:
+    """Upload a file. Fields: `file`, `purpose`, and at will `expires_after[anchor]` with `expires_after[seconds]`."""
+    file_id = ids.file_id()
+    key = keys.input_file(caller.project_id, file_id)
+    form = Form(request.headers.get("content-type"))
+    sink = StoreSink(context.store, key, context.settings.max_input_bytes)
+    try:
+        filename, life_s = await _receive(request, form, sink, context.settings.file_ttl_s)
+        stored = await sink.finish()
+    except BaseException:
+        await sink.abandon()
+        raise
+    return await run_in_threadpool(_record, context, caller, file_id, key, filename, stored, life_s)
+
+
+@router.get("")
+def list_files(
+    caller: CallerDep,
+    context: ContextDep,
+    page: FilePage,
+    purpose: Annotated[str | None, Query(max_length=32)] = None,
+) -> dict[str, Any]:
+    """Files of the project, newest first unless `order=asc`."""
+    with context.db.reading() as session:
+        found = service.list_files(session, caller.project_id, page, purpose)
+        return page_object(found, page.limit, file_object)
+
+
+@router.get("/{file_id}")
+def retrieve_file(caller: CallerDep, context: ContextDep, file_id: str) -> dict[str, Any]:
+    """One file."""
+    with context.db.reading() as session:
+        return file_object(service.get(session, caller.project_id, file_id))
+
+
+@router.delete("/{file_id}")
+def delete_file(caller: CallerDep, context: ContextDep, file_id: str) -> dict[str, Any]:
+    """Delete a file, unless a batch still reads it."""
+    with context.db.transaction() as session:
+        row = service.delete(
+            session, caller.project_id, file_id, live_batch_of=context.live_batch_of, discard=context.discard
+        )
+        return {"id": row.id, "object": "file", "deleted": True}
+
+
+@router.get("/{file_id}/content")
+def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: Request) -> Response:
+    """The bytes of a file, streamed; one `Range` is honoured with 206."""
+    with context.db.reading() as session:
+        row = service.get(session, caller.project_id, file_id)
+    headers = {"Accept-Ranges": "bytes", "ETag": f'"{row.sha256}"', "Content-Disposition": _disposition(row.filename)}
+    try:
+        wanted = span(request.headers.get("range"), row.size_bytes)
+    except UnsatisfiableRangeError:
+        return Response(status_code=416, headers={"Content-Range": f"bytes */{row.size_bytes}"})
+    start, end = wanted or (0, row.size_bytes)
+    if wanted:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{row.size_bytes}"
+    headers["Content-Length"] = str(end - start)
+    return StreamingResponse(
+        _bytes(context, row, start, end),
+        status_code=206 if wanted else 200,
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+async def _receive(request: Request, form: Form, sink: StoreSink, default_life_s: int) -> tuple[str, int]:
+    """Pass the file on to the sink. Returns its name and its life in seconds; refuses what it can while it comes."""
+    fields: dict[str, str] = {}
+    filename: str | None = None
+    async for piece in request.stream():
+        for event in form.feed(piece) if piece else ():
+            match event:
+                case FileData(data):
+                    await sink.write(data)
+                case FileStart(name, raw):
+                    if name != "file" or filename is not None:
+                        raise InvalidRequestError("The form must hold one file, in the field 'file'.", param="file")
+                    filename = service.clean_filename(raw)
+                    service.check_filename(filename)
+                case Field(name, value):
+                    fields[name] = value
+                    if name == "purpose":
+                        service.check_purpose(value)
+    if not form.is_complete:
+        raise InvalidRequestError("The request's body ends in the middle of the form.", code="invalid_body")
+    service.check_purpose(fields.get("purpose"))
+    if filename is None:
+        raise InvalidRequestError(
+            "Missing required parameter: 'file'.", code="missing_required_parameter", param="file"
+        )
+    return filename, _life_s(fields, default_life_s)
+
+
+def _record(
+    context: Context, caller: Caller, file_id: str, key: str, filename: str, stored: Stored, life_s: int
+) -> dict[str, Any]:
+    try:
+        with context.db.transaction() as session:
+            row = service.add_upload(
+                session,
+                file_id=file_id,
+                project_id=caller.project_id,
+                filename=filename,
+                s3_key=key,
+                etag=stored.etag,
+                sha256=stored.sha256,
+                size_bytes=stored.size_bytes,
+                life_s=life_s,
+            )
+            return file_object(row)
+    except BaseException:
+        context.store.delete([key])
+        raise
+
+
+def _bytes(context: Context, row: File, start: int, end: int) -> Iterator[bytes]:
+    """The bytes [start, end) of a file. The first piece is fetched here, while an error can still be answered."""
+    pieces = context.store.stream(row.s3_key, start=start, end=end, etag=row.etag or None) if end > start else iter(())
+    try:
+        first = next(pieces, b"")
+    except NotFoundError as error:
+        raise UnavailableError(f"The bytes of {row.id} are missing from the store.", code="content_missing") from error
+    return chain([first], pieces)
+
+
+def _life_s(fields: dict[str, str], default_s: int) -> int:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return default_s
+    if anchor != "created_at":
+        raise InvalidRequestError("expires_after[anchor] must be 'created_at'.", param="expires_after[anchor]")
+    lowest, highest = service.MIN_LIFE_S, service.MAX_LIFE_S
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or not lowest <= int(seconds[:9]) <= highest:
+        raise InvalidRequestError(
+            f"expires_after[seconds] must be {lowest} to {highest}.", param="expires_after[seconds]"
+        )
+    return int(seconds)
+
+
+def _disposition(filename: str) -> str:
+    plain = filename.encode("ascii", "replace").decode().replace('"', "_").replace("\\", "_").replace("?", "_")
+    return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(filename, safe='')}"

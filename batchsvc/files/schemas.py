@@ -1,0 +1,23 @@
+"""Wire shapes of files: OpenAI's file object, with `sha256` as an extension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchsvc.files.tables import File
+
+
+def file_object(row: File) -> dict[str, Any]:
+    """A file as the API shows it. `status` is `processed` from the start: nothing is judged before a batch reads it."""
+    return {
+        "id": row.id,
+        "object": "file",
+        "bytes": row.size_bytes,
+        "created_at": row.created_ms // 1000,
+        "expires_at": None if row.expires_ms is None else row.expires_ms // 1000,
+        "filename": row.filename,
+        "purpose": row.purpose,
+        "status": "processed",
+        "status_details": None,
+        "sha256": row.sha256,
+    }

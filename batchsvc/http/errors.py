@@ -1,0 +1,88 @@
+"""Every error as OpenAI's envelope `{"error": {message, type, param, code}}`, whoever raised it.
+
+No status 409 is ever sent: the official client takes it for "try again".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy import exc
+from starlette.exceptions import HTTPException
+
+from batchsvc.errors import AuthenticationError, InvalidRequestError, ServiceError, UnavailableError
+from batchsvc.logs import where
+
+log = structlog.get_logger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers of all errors that a route may raise."""
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(RequestValidationError, _invalid_arguments)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(exc.DataError, _unstorable)
+    for broken in (exc.OperationalError, exc.InterfaceError, exc.TimeoutError):
+        app.add_exception_handler(broken, _database_error)
+
+
+def response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The response of an error."""
+    extra = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
+    return JSONResponse(error.envelope(), status_code=error.status, headers={**extra, **(headers or {})})
+
+
+async def _service_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ServiceError), "registered for this class"
+    return response(error)
+
+
+async def _invalid_arguments(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), "registered for this class"
+    return response(_of_problem(error.errors()[0]))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException), "registered for this class"
+    said = {
+        404: ("unknown_url", f"Unknown request URL: {request.method} {request.url.path}."),
+        405: ("method_not_allowed", f"{request.url.path} doesn't take {request.method}."),
+        413: ("body_too_large", str(error.detail)),
+    }
+    code, message = said.get(error.status_code, ("invalid_body", "The request's body can't be read."))
+    envelope = InvalidRequestError(message, code=code).envelope()
+    return JSONResponse(envelope, status_code=error.status_code, headers=error.headers)
+
+
+async def _unstorable(_request: Request, _error: Exception) -> JSONResponse:
+    return response(
+        InvalidRequestError("A value has characters that can't be stored, such as NUL.", code="invalid_value")
+    )
+
+
+async def _database_error(_request: Request, error: Exception) -> JSONResponse:
+    log.error("database.failed", **where(error))
+    return response(UnavailableError("The database doesn't answer; try again.", code="database_unavailable"))
+
+
+def _of_problem(problem: Mapping[str, Any]) -> InvalidRequestError:
+    """One problem that pydantic found, without the value that it found it in."""
+    kind = problem["type"]
+    if kind == "json_invalid":
+        return InvalidRequestError("The request's body is not valid JSON.", code="invalid_json")
+    place = problem["loc"][1:] if problem["loc"][0] in ("body", "query", "path") else problem["loc"]
+    param = ".".join(str(step) for step in place) or None
+    if param is None:
+        return InvalidRequestError("The request's body must be a JSON object.", code="invalid_json")
+    if kind == "missing":
+        return InvalidRequestError(
+            f"Missing required parameter: '{param}'.", code="missing_required_parameter", param=param
+        )
+    if kind == "extra_forbidden":
+        return InvalidRequestError(f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
+    return InvalidRequestError(f"Invalid '{param}': {problem['msg']}.", code="invalid_value", param=param)

@@ -1,0 +1,28 @@
+"""The header `Range` of one span of bytes, as RFC 9110 reads it."""
+
+from __future__ import annotations
+
+import re
+
+_FORM = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class UnsatisfiableRangeError(Exception):
+    """The span starts at or after the end of the object."""
+
+
+def span(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+    """The bytes [start, end) that are asked for; None means all, as for a form that we needn't understand."""
+    found = _FORM.fullmatch(header.strip()) if header else None
+    if found is None or found[0] == "bytes=-":
+        return None
+    first, last = found[1], found[2]
+    if not first:
+        start, end = max(0, size_bytes - int(last)), size_bytes
+    else:
+        start, end = int(first), min(int(last) + 1, size_bytes) if last else size_bytes
+        if last and int(last) < int(first):
+            return None
+    if start >= size_bytes:
+        raise UnsatisfiableRangeError
+    return start, end

@@ -1,0 +1,146 @@
+"""A real API server for contract tests: uvicorn on loopback, real S3 and Redis, once on each database."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from batchsvc.accounts import service as accounts
+from batchsvc.app import create_app
+from batchsvc.batches import models
+from batchsvc.billing import service as billing
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
+from batchsvc.dispatch import NullDispatcher
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from tests import servers
+
+MODEL = "tiny-test-model"
+DIGEST = "ab" * 32
+
+
+class Recorder(NullDispatcher):
+    """Remembers what was sent, so that a test sees that a message left, and left after the commit."""
+
+    def __init__(self) -> None:
+        self.planned: list[str] = []
+        self.finalized: list[str] = []
+
+    def plan(self, batch_id: str) -> None:
+        self.planned.append(batch_id)
+
+    def finalize(self, batch_id: str) -> None:
+        self.finalized.append(batch_id)
+
+
+@dataclass
+class Api:
+    """A running server with one project, its key and the admin key."""
+
+    url: str
+    settings: Settings
+    db: Database
+    store: ObjectStore
+    sent: Recorder
+    project_id: str = ""
+    key: str = ""
+    admin_key: str = ""
+    clients: list[openai.OpenAI] = field(default_factory=list)
+
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        """The official client; it never retries, so that a test sees each answer."""
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0)
+        self.clients.append(made)
+        return made
+
+    def call(self, method: str, path: str, key: str | None = "", **arguments: object) -> httpx.Response:
+        """A plain HTTP call, with the project's key unless another (or None) is given."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
+        headers |= arguments.pop("headers", {})
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, trust_env=False, **arguments)
+
+    def new_project(self) -> tuple[str, str]:
+        """Another tenant: its project id and its key."""
+        with self.db.transaction() as session:
+            project = accounts.create_project(session, "other")
+            return project.id, accounts.create_key(session, project.id, "test")[1]
+
+
+@contextmanager
+def serving(settings: Settings, dispatcher: NullDispatcher) -> Iterator[str]:
+    """Yields the base URL of a server on a free port."""
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(settings, dispatcher), host="127.0.0.1", port=0, log_level="error")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the API doesn't start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="package", params=["sqlite", "postgresql"])
+def server(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    redis_url: str,
+    s3_server: servers.S3Server,
+) -> Iterator[Api]:
+    """One server a database for all contract tests; each test works in a project of its own."""
+    if request.param == "sqlite":
+        yield from _api(f"sqlite:///{tmp_path_factory.mktemp('api') / 'test.sqlite3'}", redis_url, s3_server)
+    else:
+        with servers.fresh_database(request.getfixturevalue("postgres_url")) as url:
+            yield from _api(url, redis_url, s3_server)
+
+
+def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Api]:
+    settings = Settings.from_env(
+        {
+            "DATABASE_URL": database_url,
+            "REDIS_URL": redis_url,
+            "AWS_ENDPOINT_URL_S3": s3.endpoint,
+            "AWS_ACCESS_KEY_ID": s3.access_key,
+            "AWS_SECRET_ACCESS_KEY": s3.secret_key,
+            "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
+            "BATCHSVC_MAX_INPUT_BYTES": str(24 * 1024 * 1024),
+        }
+    )
+    migrate.upgrade(database_url)
+    store, db, sent = ObjectStore(settings), Database(database_url), Recorder()
+    store.ensure_bucket()
+    with db.transaction() as session:
+        billing.seed_prices(session)
+        models.register(session, MODEL, "/models/tiny", digest=DIGEST, context_tokens=2048)
+    with serving(settings, sent) as url:
+        yield Api(url, settings, db, store, sent)
+    db.dispose()
+
+
+@pytest.fixture
+def api(server: Api) -> Iterator[Api]:
+    """The server, with a fresh project."""
+    with server.db.transaction() as session:
+        project = accounts.create_project(session, "test")
+        server.project_id = project.id
+        server.key = accounts.create_key(session, project.id, "test")[1]
+        server.admin_key = accounts.create_key(session, project.id, "admin", is_admin=True)[1]
+    yield server
+    while server.clients:
+        server.clients.pop().close()

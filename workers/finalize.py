@@ -184,6 +184,7 @@ class _Attempt:
         if self._lease.why not in _NEVER_RAN:
             raise DamagedError(f"Window {window.no} has {len(finished)} results for {window.num_lines} lines.")
         code, message = _NEVER_RAN[self._lease.why]
+        lines = window_file.read(self._store.get(window.line_nos_key))
         return [
             PartLine(
                 line_no=line_no,
@@ -192,7 +193,7 @@ class _Attempt:
                     batch_id=self._lease.batch_id, line_no=line_no, custom_id=custom_id, code=code, message=message
                 ),
             )
-            for line_no, custom_id in window_file.read(self._store.get(window.line_nos_key))
+            for line_no, custom_id in zip(lines.line_nos, lines.custom_ids, strict=True)
             if line_no not in finished
         ]
 

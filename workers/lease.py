@@ -18,6 +18,7 @@ from batchsvc.batches import unit_queries, worker_queries
 from batchsvc.batches.unit_queries import RenewedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
+from workers.thread import WorkThread
 
 _SELF_FENCE = 5 / 6  # of the lease
 
@@ -47,6 +48,7 @@ class LeaseKeeper:
         beat: Callable[[], Beat],
         on_lost: Callable[[list[str]], None],
         on_stop: Callable[[list[str]], None],
+        on_crash: Callable[[Exception], None],
     ) -> None:
         self._db = db
         self._owner = owner
@@ -59,7 +61,7 @@ class LeaseKeeper:
         self._proof_s: dict[str, float] = {}  # unit id -> monotonic time at which the last proof of the lease began
         self._epochs: dict[str, int] = {}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread = WorkThread("lease", self._run, on_crash)
 
     def start(self) -> None:
         self._thread.start()
@@ -67,8 +69,7 @@ class LeaseKeeper:
     def stop(self) -> None:
         """End the renewals; the leases run on until they are released or over."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def hold(self, unit_id: str, epoch: int, since_s: float) -> None:
         """Renew this unit from now on. `since_s`: monotonic time at which its claim began."""
@@ -109,7 +110,7 @@ class LeaseKeeper:
         with self._lock:
             lost = [unit_id for unit_id in lost if unit_id in self._proof_s]
         if lost:
-            log.warning("lease.lost", units=lost)
+            log.info("lease.gone", units=lost)
             self.forget(lost)
             self._on_lost(lost)
 

@@ -12,9 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import structlog
+
+from batchsvc import logs
 from engine.errors import RequestError
 from engine.request import Completion, Request, StepOutput
 from workers.thread import WorkThread
+
+log = structlog.get_logger(__name__)
 
 _LOOK_S = 0.05  # the longest that a thread sleeps while there may be something to do
 
@@ -69,8 +74,8 @@ class Pump:
         self._work = threading.Event()
         self._stopped = threading.Event()
         self._threads = (
-            WorkThread("engine", self._step_engine, self._crashed),
-            WorkThread("pump", self._feed_engine, self._crashed),
+            WorkThread("engine", self._step_engine, self.crashed),
+            WorkThread("pump", self._feed_engine, self.crashed),
         )
 
     def attach(self, source: Source) -> None:
@@ -167,5 +172,7 @@ class Pump:
             source.refuse(request.id, error)
         self._work.set()
 
-    def _crashed(self, error: Exception) -> None:
-        self.fail(f"The engine stopped: {type(error).__name__}: {error}".splitlines()[0])
+    def crashed(self, error: Exception) -> None:
+        """A thread of this process ended by an exception."""
+        log.error("worker.crashed", **logs.where(error))
+        self.fail(f"The engine worker stopped: {type(error).__name__}: {error}".splitlines()[0])

@@ -19,9 +19,18 @@ from collections.abc import Callable
 
 import structlog
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from batchsvc import logs
-from batchsvc.batches import finalize_queries, lifecycle, queries, reaper_queries, unit_queries, worker_queries
+from batchsvc.batches import (
+    finalize_queries,
+    lifecycle,
+    plan_queries,
+    queries,
+    reaper_queries,
+    unit_queries,
+    worker_queries,
+)
 from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
@@ -127,7 +136,7 @@ class Reaper:
             log.warning("unit.freed", units=freed)
 
     def _deadlines(self) -> None:
-        for batch_id in self._db.run(reaper_queries.expire_unplanned):
+        for batch_id in self._db.run(_expire_unplanned):
             log.info("batch.expired", batch=batch_id)
 
     def _plans(self) -> None:
@@ -207,3 +216,10 @@ class Reaper:
         orphans = [key for key in found if batch_of[key] not in running and key not in known]
         self._store.delete(orphans)
         return len(orphans)
+
+
+def _expire_unplanned(session: Session) -> list[str]:
+    expired = reaper_queries.expire_unplanned(session)
+    for batch_id in expired:
+        plan_queries.discard_unstarted(session, batch_id)
+    return expired

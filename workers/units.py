@@ -61,7 +61,7 @@ class _LiveUnit:
 class UnitSource:
     """Claims units of one model for one worker and carries their lines between engine and writer.
 
-    `abort` takes requests out of the engine; `on_batch` is called with a batch id when one of its units is over.
+    `abort` takes requests out of the engine; `on_end` gets a unit whose last word is written, and whether it is done.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class UnitSource:
         poll_s: float,
         abort: Callable[[Iterable[str]], None],
         wake: Callable[[], None],
-        on_batch: Callable[[str], None],
+        on_end: Callable[[ClaimedUnit, bool], None],
     ) -> None:
         self._db = db
         self._store = store
@@ -85,7 +85,7 @@ class UnitSource:
         self._poll_s = poll_s
         self._abort = abort
         self._wake = wake
-        self._on_batch = on_batch
+        self._on_end = on_end
         self._leases: LeasesOf
         self._parts: PartsOf
         self._changed = threading.Condition()
@@ -192,7 +192,7 @@ class UnitSource:
         log.info("unit.ended", unit=unit.id, batch=unit.batch_id, done=is_done)
         self._forget(unit.id)
         self._leases.forget([unit.id])
-        self._on_batch(unit.batch_id)
+        self._on_end(unit, is_done)
         self._wake()
 
     def drain(self, keep: Callable[[str], bool]) -> None:

@@ -26,6 +26,7 @@ from batchsvc.errors import ServiceError
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from workers.lease import LeaseKeeper
+from workers.thread import WorkThread
 from workers.translate import FinishedLine
 
 _FIRST_FLUSH_S = 0.5  # the first part has to count within a second of the first line
@@ -74,6 +75,7 @@ class Writer:
         flush_bytes: int,
         on_end: Callable[[ClaimedUnit, bool], None],
         on_lost: Callable[[list[str]], None],
+        on_crash: Callable[[Exception], None],
     ) -> None:
         self._db = db
         self._store = store
@@ -87,7 +89,7 @@ class Writer:
         self._failures = 0
         self._retry_s = 0.0
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread = WorkThread("writer", self._run, on_crash)
 
     def start(self) -> None:
         self._thread.start()
@@ -97,8 +99,7 @@ class Writer:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     @property
     def is_troubled(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import lifecycle, unit_queries
+from batchsvc.batches import lifecycle
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.tables import Batch, Garbage
 from batchsvc.db.session import database_now_ms
@@ -24,7 +24,10 @@ def plans_due(session: Session) -> list[str]:
 
 
 def expire_unplanned(session: Session) -> list[str]:
-    """End the batches whose time was over before their planning was: no lines, no files, no cost."""
+    """End the batches whose time was over before their planning was: no lines, no files, no cost.
+
+    What was planned of them is for `plan_queries.discard_unstarted` to forget.
+    """
     now = database_now_ms(session)
     late = session.execute(
         select(Batch.id, Batch.plan_epoch)
@@ -32,7 +35,6 @@ def expire_unplanned(session: Session) -> list[str]:
         .with_for_update(skip_locked=True)
     ).all()
     for batch_id, plan_epoch in late:
-        unit_queries.seal(session, batch_id)
         values = {"why": Status.EXPIRED, "plan_epoch": plan_epoch + 1, "total": 0, "completed": 0, "failed": 0}
         lifecycle.move(session, batch_id, Status.EXPIRED, now_ms=now, values=values)
     return [row.id for row in late]

@@ -9,6 +9,7 @@ Lock order is batch, then unit, in every transaction that takes both; a claim ta
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,6 +232,18 @@ def claimable_count(session: Session, model_digest: str) -> int:
         .where(Unit.model_digest == model_digest, *_claimable(database_now_ms(session)))
     )
     return session.scalar(counted) or 0
+
+
+def take_first_tickets(session: Session, batch_id: str) -> dict[str, int]:
+    """How many tickets to send for a batch that was just planned, by model; later ones are the reaper's."""
+    marked = session.execute(
+        update(Unit)
+        .where(Unit.batch_id == batch_id, Unit.state == "ready", Unit.ticket_ms == 0)
+        .values(ticket_ms=database_now_ms(session))
+        .returning(Unit.model_digest)
+        .execution_options(synchronize_session=False)
+    )
+    return dict(Counter(marked.scalars()))
 
 
 def claimable_models(session: Session) -> list[str]:

@@ -1,0 +1,41 @@
+"""`python -m workers control` and `python -m workers engine`: one process each, one sentence if it can't run."""
+
+from __future__ import annotations
+
+import sys
+
+from batchsvc import logs
+from batchsvc.errors import ServiceError
+from batchsvc.settings import Settings
+from engine.errors import EngineError
+
+_USAGE = "Usage: python -m workers control|engine"
+
+
+def main(arguments: list[str]) -> int:
+    """Run one role until a signal; returns the exit code."""
+    if arguments not in (["control"], ["engine"]):
+        sys.stderr.write(_USAGE + "\n")
+        return 2
+    try:
+        settings = Settings.from_env()
+        logs.configure(settings.log_level)
+        if arguments == ["control"]:
+            from workers.app import run_control
+
+            return run_control(settings)
+        from workers.app import run_engine
+        from workers.context import open_engine_run
+
+        run = open_engine_run(settings)
+        code = run_engine(run, settings)
+        if run.failure:
+            sys.stderr.write(run.failure + "\n")
+        return code
+    except (EngineError, ServiceError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

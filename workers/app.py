@@ -1,0 +1,92 @@
+"""The Celery workers: a control process and an engine process, each started by our own main, never by `celery -A`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from celery import Celery, signals
+from celery.apps.worker import Worker, install_worker_term_handler
+from sqlalchemy.exc import DBAPIError
+
+from batchsvc import logs
+from batchsvc.dispatch import CONTROL_QUEUE, FINALIZE_TASK, PLAN_TASK, TICKET_TASK, celery_app, queue_of
+from batchsvc.errors import ServiceError
+from batchsvc.settings import Settings
+from workers.context import ControlRun, new_owner
+from workers.step import EngineRun, step_of
+
+_CONTROL_THREADS = 2
+_DRAINING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+log = structlog.get_logger(__name__)
+
+
+def run_control(settings: Settings) -> int:
+    """Plan, finalize and reap until a signal. Returns the exit code."""
+    run = ControlRun(settings)
+    app = celery_app(settings.redis_url, is_worker=True)
+    app.task(_logged(PLAN_TASK, run.planner.plan), name=PLAN_TASK)
+    app.task(_logged(FINALIZE_TASK, run.finalizer.finalize), name=FINALIZE_TASK)
+    code = _work(app, CONTROL_QUEUE, _CONTROL_THREADS, run.start, run.stop, run.signalled)
+    run.close()
+    return code
+
+
+def run_engine(run: EngineRun, settings: Settings) -> int:
+    """Serve a model until a signal. Returns the exit code; `run.failure` then says what went wrong, if anything."""
+    app = celery_app(settings.redis_url, is_worker=True)
+    app.conf.task_acks_late = False  # a ticket is a right, not the work: nobody needs it back
+    app.task(_logged(TICKET_TASK, run.admit), name=TICKET_TASK)
+    code = _work(app, queue_of(run.digest), 1, run.start, run.drain, run.signalled)
+    run.drain()  # does nothing unless Celery ended before its steps ran
+    return 1 if run.failure else code
+
+
+def _work(
+    app: Celery,
+    queue: str,
+    threads: int,
+    start: Callable[[], None],
+    stop: Callable[[], None],
+    signalled: Callable[[], None],
+) -> int:
+    app.steps["worker"].add(step_of(start, stop))
+    no_setup = signals.setup_logging.connect(lambda **_: None, weak=False)  # ours is set up already
+    on_signal = signals.worker_shutting_down.connect(lambda **_: signalled(), weak=False)
+    worker = Worker(
+        app=app,
+        hostname=f"{queue}@{new_owner()}",
+        pool="threads",
+        concurrency=threads,
+        queues=[queue],
+        without_gossip=True,
+        without_mingle=True,
+        without_heartbeat=True,
+        quiet=True,
+    )
+    worker.install_platform_tweaks = _drain_on_signals
+    worker.start()
+    del no_setup, on_signal
+    return int(worker.exitcode or 0)
+
+
+def _drain_on_signals(worker: Any) -> None:
+    """All signals that ask a process to end mean the same: Celery's own would restart on SIGHUP, and cut on SIGINT."""
+    for name in _DRAINING_SIGNALS:
+        install_worker_term_handler(worker, sig=name, verbose=False)
+
+
+def _logged(name: str, do: Callable[..., object]) -> Callable[..., None]:
+    """A task that never fails towards Celery: what goes wrong is logged without contents, and the reaper repeats it."""
+
+    def task(*args: str) -> None:
+        try:
+            do(*args)
+        except (ServiceError, DBAPIError) as error:
+            log.warning("task.failed", task=name, **logs.where(error))
+        except Exception as error:  # a defect of ours, or damaged objects: never a traceback with contents
+            log.warning("task.crashed", task=name, **logs.where(error))
+
+    return task

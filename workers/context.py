@@ -1,0 +1,119 @@
+"""Composition root of the worker processes: builds the parts of a control process or of an engine process.
+
+Everything else gets its collaborators as arguments. Torch is imported in one place, by `_engine`, when an engine
+process runs the real engine; a control process never loads it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import lru_cache
+from pathlib import Path
+
+from batchsvc import ids
+from batchsvc.batches.planning import PlanContext
+from batchsvc.db.session import Database
+from batchsvc.dispatch import CeleryDispatcher
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from engine.load.fetch import locate
+from engine.load.meta import read_meta
+from engine.text import load_text
+from workers.finalize import Finalizer
+from workers.plan import Planner
+from workers.pump import EngineLike
+from workers.reaper import Reaper
+from workers.step import EngineRun
+
+_TEXTS = 4  # tokenizers that a control process keeps
+
+
+class ControlRun:
+    """What a control process does: plan, finalize, reap."""
+
+    def __init__(self, settings: Settings) -> None:
+        owner = new_owner()
+        self._is_stopping = False
+        self._db = Database(settings.database_url)
+        self._dispatcher = CeleryDispatcher(settings.redis_url)
+        store = ObjectStore(settings)
+        texts = lru_cache(maxsize=_TEXTS)(load_text)
+        plan_context = PlanContext(db=self._db, store=store, settings=settings, text_loader=texts)
+        self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
+        self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
+        self.reaper = Reaper(
+            settings,
+            self._db,
+            store,
+            self._dispatcher,
+            plan=self.planner.plan,
+            finalize=self.finalizer.finalize,
+        )
+
+    def start(self) -> None:
+        self.reaper.start()
+
+    def signalled(self) -> None:
+        """Called in the signal handler: what is being merged is let go of soon."""
+        self._is_stopping = True
+
+    def stop(self) -> None:
+        """Let go of what is being merged, and end the reaper; another process, or the next start, goes on."""
+        self._is_stopping = True
+        self.reaper.stop()
+
+    def close(self) -> None:
+        """Send what is buffered and close the connections."""
+        self._dispatcher.close()
+        self._db.dispose()
+
+
+def open_engine_run(settings: Settings) -> EngineRun:
+    """An engine process, ready to start. Raises ModelError or ConfigError with one sentence if it can't serve."""
+    path = locate(settings.model)
+    meta = read_meta(path)
+    engine = _fake_engine(settings, path) if settings.engine == "fake" else _engine(settings, path)
+    return EngineRun(
+        settings,
+        Database(settings.database_url),
+        ObjectStore(settings),
+        CeleryDispatcher(settings.redis_url),
+        engine,
+        digest=meta.digest,
+        owner=new_owner(),
+    )
+
+
+def new_owner() -> str:
+    """An id of this start of this process."""
+    return ids.worker_id(socket.gethostname(), os.getpid())
+
+
+def _engine(settings: Settings, path: Path) -> EngineLike:
+    from engine.engine import Engine
+
+    from engine.config import EngineConfig
+
+    return Engine(
+        EngineConfig(
+            model=str(path),
+            weight_format=settings.weight_format,
+            kv_format=settings.kv_format,
+            kv_bytes=settings.kv_bytes,
+            step_tokens=settings.step_tokens,
+            max_running=settings.max_running,
+            threads=settings.threads,
+        )
+    )
+
+
+def _fake_engine(settings: Settings, path: Path) -> EngineLike:
+    from engine.fake import FakeEngine
+
+    return FakeEngine(
+        load_text(path),
+        witness=Path(settings.fake_witness) if settings.fake_witness else None,
+        tokens_per_s=settings.fake_tokens_per_s,
+        max_running=settings.max_running,
+    )

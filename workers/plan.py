@@ -1,0 +1,51 @@
+"""Task `batch.plan`: one window a run, so that a long input never holds a control worker for itself.
+
+The work is in batchsvc/batches/planning.py. A run that leaves windows to plan sends the task again; a duplicate, or a
+run that was overtaken, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from batchsvc.batches import finalize_queries, unit_queries
+from batchsvc.batches.planning import PlanContext, PlanProgress, plan_next_window
+from batchsvc.db.session import Database
+from batchsvc.dispatch import Dispatcher
+
+log = structlog.get_logger(__name__)
+
+
+class Planner:
+    """Plans batches, a window a call."""
+
+    def __init__(self, context: PlanContext, db: Database, dispatcher: Dispatcher, owner: str) -> None:
+        self._context = context
+        self._db = db
+        self._dispatcher = dispatcher
+        self._owner = owner
+
+    def plan(self, batch_id: str) -> PlanProgress:
+        """Plan the next window of a batch, then send what follows from it."""
+        progress = plan_next_window(self._context, batch_id, self._owner)
+        log.info("batch.planned", batch=batch_id, progress=progress.name)
+        follow: dict[PlanProgress, Callable[[str], None]] = {
+            PlanProgress.AGAIN: self._dispatcher.plan,
+            PlanProgress.DONE: self._start,
+            PlanProgress.LOST: lambda _: None,
+        }
+        follow[progress](batch_id)
+        return progress
+
+    def _start(self, batch_id: str) -> None:
+        """A batch that is planned: tickets for its units, or, if it has none to run, the finalizer."""
+        with self._db.reading() as session:
+            is_due = finalize_queries.is_due(session, batch_id)
+        if is_due:
+            self._dispatcher.finalize(batch_id)
+            return
+        tickets = self._db.run(lambda session: unit_queries.take_first_tickets(session, batch_id))
+        for digest, count in tickets.items():
+            self._dispatcher.ticket(digest, count)

@@ -1,0 +1,185 @@
+"""What a Celery worker owns beside its tasks: the engine process with engine, pump, leases and writer, and its drain.
+
+SIGTERM sets a flag (in the signal handler, without a lock), then Celery's shutdown calls `stop`, which drains:
+
+    at once               claim nothing, take out of the engine what hasn't begun, give its units back
+    until grace - margin  let running sequences finish
+    then                  abort the rest, write what is finished, give all units back
+
+A second signal skips the waiting. SIGKILL at any moment is covered by the leases.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from celery import bootsteps
+from sqlalchemy.exc import DBAPIError
+
+from batchsvc.batches import finalize_queries, worker_queries
+from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.clock import monotonic_s
+from batchsvc.db.session import Database
+from batchsvc.dispatch import Dispatcher
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from workers.lease import Beat, LeaseKeeper
+from workers.pump import EngineLike, Pump
+from workers.units import UnitSource
+from workers.writer import Writer
+
+_MOST_MARGIN_S = 10.0  # of the grace, for writing parts and giving units back
+_LOOK_S = 0.02
+
+log = structlog.get_logger(__name__)
+
+
+class EngineRun:
+    """One engine process: serves one model until it is told to stop, or its engine fails."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        db: Database,
+        store: ObjectStore,
+        dispatcher: Dispatcher,
+        engine: EngineLike,
+        *,
+        digest: str,
+        owner: str,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        self.digest = digest
+        self.owner = owner
+        self._settings = settings
+        self._db = db
+        self._lease_db = Database(settings.database_url, pool_size=1)
+        self._dispatcher = dispatcher
+        self._engine = engine
+        self._signals = 0
+        self._is_drained = False
+        self._pump = Pump(
+            engine, waiting_requests=settings.waiting_requests, on_failure=on_failure or _end_this_process
+        )
+        self._units = UnitSource(
+            db,
+            store,
+            digest=digest,
+            owner=owner,
+            lease_s=settings.lease_s,
+            poll_s=settings.poll_s,
+            abort=self._pump.abort,
+            wake=self._pump.wake,
+            on_end=self._unit_ended,
+        )
+        self._leases = LeaseKeeper(
+            self._lease_db,
+            owner,
+            lease_s=settings.lease_s,
+            renew_s=settings.renew_s,
+            beat=self._beat,
+            on_lost=self._units.lost,
+            on_stop=self._units.stop,
+            on_crash=self._pump.crashed,
+        )
+        self._writer = Writer(
+            db,
+            store,
+            self._leases,
+            flush_s=settings.flush_s,
+            flush_bytes=settings.flush_bytes,
+            on_end=self._units.ended,
+            on_lost=self._units.lost,
+            on_crash=self._pump.crashed,
+        )
+        self._units.connect(self._leases, self._writer)
+        self._pump.attach(self._units)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped by itself, in one sentence."""
+        return self._pump.failure
+
+    def start(self) -> None:
+        """Register as a worker and start the threads."""
+        self._db.run(lambda session: worker_queries.register(session, self.owner, self.digest))
+        self._leases.start()
+        self._writer.start()
+        self._pump.start()
+        log.info("worker.ready", worker=self.owner, model=self.digest[:16])
+
+    def admit(self) -> None:
+        """Use a ticket: blocks until there is room for a unit, then claims one."""
+        self._units.admit()
+
+    def signalled(self) -> None:
+        """Called in the signal handler: from now on nothing is claimed; a second call shortens the drain."""
+        self._signals += 1
+        self._units.is_draining = True
+
+    def drain(self) -> None:
+        """End in order, within the grace. Later calls do nothing."""
+        if self._is_drained:
+            return
+        self._is_drained = True
+        log.info("worker.draining", worker=self.owner, units=self._units.num_live())
+        end_s = monotonic_s() + self._settings.term_grace_s
+        margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
+        self._units.drain(self._pump.has_started)
+        self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
+        self._units.stop_all(crashed=self.failure is not None)
+        self._wait_for_units(end_s - margin_s / 3)
+        self._pump.stop()
+        self._writer.stop()
+        self._leases.stop()
+        try:
+            self._db.run(lambda session: worker_queries.retire(session, self.owner))
+        except DBAPIError as error:
+            log.warning("worker.not_retired", error=type(error).__name__)
+        self._dispatcher.close()
+        self._engine.close()
+        self._lease_db.dispose()
+        self._db.dispose()
+
+    def _wait_for_units(self, until_s: float, unless: Callable[[], bool] = lambda: False) -> None:
+        while self._units.num_live() and monotonic_s() < until_s and not unless():
+            time.sleep(_LOOK_S)
+
+    def _unit_ended(self, unit: ClaimedUnit, is_done: bool) -> None:
+        if not is_done:
+            self._dispatcher.ticket(self.digest)
+        try:
+            with self._db.reading() as session:
+                is_due = finalize_queries.is_due(session, unit.batch_id)
+        except DBAPIError as error:  # the reaper asks again
+            log.warning("batch.not_asked", batch=unit.batch_id, error=type(error).__name__)
+            return
+        if is_due:
+            self._dispatcher.finalize(unit.batch_id)
+
+    def _beat(self) -> Beat:
+        stats = self._engine.stats()
+        shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+        return Beat(self._units.is_draining, {**shown, "units": self._units.num_live()})
+
+
+def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:
+    """A bootstep of Celery's worker that starts and stops something with the worker, after its pool."""
+
+    def begin(_step: Any, _worker: Any) -> None:
+        start()
+
+    def end(_step: Any, _worker: Any) -> None:
+        stop()
+
+    members = {"requires": ("celery.worker.components:Pool",), "start": begin, "stop": end, "terminate": end}
+    return type("RunStep", (bootsteps.StartStopStep,), members)
+
+
+def _end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # Celery then stops in order, and `drain` gives the units back

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cache.sequence import PLACEHOLDER as PLACEHOLDER
 from engine.request import SamplingParams
-
-PLACEHOLDER = -1
-"""Stands in `tokens` for a token that was sampled but not read yet: the runner takes it from its own last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,9 @@ class BlockCopy:
 class StepPlan:
     """One forward pass. The runner is a function of this and of its KV pool alone, so other ranks can run it too.
 
-    `freed_blocks` lists blocks released since the last plan: a pool in poison mode overwrites them with NaN.
+    The order inside a step: freed blocks are poisoned, copies run in their order, then KV is written and read.
+    `freed_blocks` lists blocks whose content died since the last plan (a pool in poison mode overwrites them with
+    NaN); they may be in use again, but none is the source or the target of a copy.
     """
 
     step: int

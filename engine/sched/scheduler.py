@@ -1,0 +1,418 @@
+"""Decides what each step computes: continuous batching by token step, over paged blocks with a prefix cache.
+
+    while there is work:
+        plan = schedule()             decodes first, then unfinished prefills, then admissions
+        result = execute(plan)        the runner
+        finished = commit(plan, result)
+
+1. Decodes, in order of rank, take one token each. One that gets no block preempts the last in rank.
+2. Unfinished prefills take what is left of the token budget, as far as blocks reach.
+3. Requests are admitted while tokens are left and the predicted KV peak fits the pool (sched/budget.py); none in a
+   round that preempted. A follower of a prefix that is being computed waits for its leader. One that doesn't fit may be
+   overtaken by a few smaller ones of its lane, a bounded number of times.
+4. Preempted requests give their blocks back and are admitted again like new ones: what is still cached is a hit.
+5. What can never fit ends with an error: at once where the prompt tells, else when it is alone and gets no block.
+
+`schedule` may run before earlier plans are committed; commits come in the order of plans. The scheduler knows no
+tensors, no text and no clock: the same calls give the same plans.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.cache.prefix import Entry, PrefixIndex
+from engine.cache.sequence import Sequence, SequenceState
+from engine.cache.tables import BlockTables
+from engine.request import FinishReason, Request
+from engine.sched.budget import Forecast, Load, StepBudget, least_outputs, predicted_peak_blocks
+from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
+from engine.sched.waiting import PrefixLeaders, WaitingQueue
+
+Judge = Callable[[Sequence, int], FinishReason | None]
+"""Is told each token a sequence has read; says whether the answer ends with it."""
+
+_LOOK_AHEAD = 8  # waiting requests that may be passed over in one round
+_PATIENCE = 256  # requests that may overtake one that doesn't fit
+_LANE_STRIDE = 1 << 40  # ranks of one lane; more arrivals than an engine lives to see
+
+
+def _goes_on(_seq: Sequence, _token_id: int) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. `computed_tokens` counts all work, `recomputed_tokens` the share lost to preemption."""
+
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+class _Share(NamedTuple):
+    """What a plan in flight computes for one sequence: KV up to `end_tokens`, as of its preemption count then."""
+
+    seq: Sequence
+    num_preemptions: int
+    end_tokens: int
+    samples: bool
+
+
+class Scheduler:
+    """One engine's waiting and running sequences. Not thread-safe.
+
+    `index` None turns the prefix cache off. `next_use(key)` tells how far ahead a cached block is needed; by default
+    the waiting requests decide.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        step_tokens: int,
+        max_running: int,
+        index: PrefixIndex | None = None,
+        judge: Judge = _goes_on,
+        next_use: Callable[[bytes], float] | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self._step_tokens = step_tokens
+        self._max_running = max_running
+        self._judge = judge
+        self._waiting = WaitingQueue()
+        self._leaders = PrefixLeaders()
+        self._forecast = Forecast()
+        self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._waiting.next_use)
+        self._pool = self._tables.pool
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # by rank
+        self._in_flight: deque[tuple[int, list[_Share]]] = deque()
+        self._finished: list[Sequence] = []
+        self._next_step = 0
+        self._arrivals = 0
+        self._may_admit = True  # False: nothing changed since the waiting ones were found not to fit
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    def has_work(self) -> bool:
+        """Whether there are sequences, or ended ones that nobody took."""
+        return bool(self._sequences or self._finished)
+
+    def add(self, request: Request, max_outputs: int | None = None) -> Sequence:
+        """Queues a request with a non-empty prompt. `max_outputs` is the most its context allows."""
+        seq = self._new_sequence(request, max_outputs)
+        if seq.state is SequenceState.WAITING:
+            self._enqueue(seq)
+        return seq
+
+    def fork(self, parent_id: str, request: Request, max_outputs: int | None = None) -> Sequence:
+        """Queues another answer to the prompt of `parent_id`. If that one is running beyond its prompt and there is
+        room, the child starts from its blocks, the last one shared until one of them writes (copy-on-write)."""
+        seq = self._new_sequence(request, max_outputs)
+        if seq.state is not SequenceState.WAITING:
+            return seq
+        parent = self._sequences.get(parent_id)
+        if parent is None or not self._can_fork(parent, seq):
+            self._enqueue(seq)
+            return seq
+        self._tables.extend_keys(seq)
+        self._tables.fork(parent, seq, len(seq.tokens) - 1)
+        self._start(seq, is_first=True)
+        return seq
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Ends a request wherever it is; it comes with the next finished ones. None: there is no such request."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._end(seq, FinishReason.ABORT)
+        return seq
+
+    def preempt(self, request_id: str) -> bool:
+        """Sends a running request back to wait. False: it isn't running."""
+        seq = self._sequences.get(request_id)
+        if seq is None or seq.state is not SequenceState.RUNNING:
+            return False
+        self._preempt(seq)
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step. None: nothing to compute before a commit or an add."""
+        budget = StepBudget(self._step_tokens)
+        preemptions = self.counters.preemptions
+        chunks: list[Chunk] = []
+        shares: list[_Share] = []
+        for seq in list(self._running):
+            if budget.tokens and seq.num_pending == 1 and self._is_ready(seq) and self._make_room(seq):
+                self._compute(seq, 1, budget, chunks, shares)
+        for seq in list(self._running):
+            is_prefill = seq.num_pending > 1 and self._is_ready(seq)
+            if budget.tokens and is_prefill and (chunks or self._make_room(seq)):
+                self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
+        if preemptions == self.counters.preemptions and self._may_admit:
+            self._admit(budget, chunks, shares)
+        if not chunks:
+            return None
+        copies = self._tables.take_copies()
+        touched = {block for copy in copies for block in copy}
+        plan = StepPlan(
+            step=self._next_step,
+            chunks=tuple(chunks),
+            copies=tuple(BlockCopy(source=copy.source, target=copy.target) for copy in copies),
+            freed_blocks=tuple(block for block in self._pool.drain_freed() if block not in touched),
+        )
+        self._in_flight.append((plan.step, shares))
+        self._next_step += 1
+        self.counters.steps += 1
+        self.counters.chunks += len(chunks)
+        self.counters.computed_tokens += budget.spent_tokens
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Takes in what a step brought. Returns the sequences that ended since the last call."""
+        step, shares = self._in_flight.popleft()
+        assert step == plan.step, f"step {plan.step} is committed while step {step} is the oldest in flight"
+        for share in shares:
+            seq = share.seq
+            if seq.state is SequenceState.FINISHED:
+                continue
+            if seq.id in result.failed:
+                self._end(seq, FinishReason.ERROR, "invalid_logits", result.failed[seq.id])
+                continue
+            if share.num_preemptions == seq.num_preemptions:
+                self._commit_blocks(seq, share.end_tokens)
+            if share.samples:
+                self._read(seq, result.sampled[seq.id])
+        return self.take_finished()
+
+    def take_finished(self) -> list[Sequence]:
+        """Sequences that ended since the last call, by whatever reason."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the books disagree. Costs time in proportion to the pool."""
+        self._tables.check_integrity(self._sequences.values())
+        self._waiting.check_integrity()
+        ranks = [seq.rank for seq in self._running]
+        assert ranks == sorted(ranks), "running sequences are out of order"
+        assert all(seq.state is SequenceState.RUNNING for seq in self._running), "a sequence runs that shouldn't"
+        assert len(self._running) <= self._max_running, f"{len(self._running)} sequences run"
+        for seq in self._sequences.values():
+            if seq.state is SequenceState.WAITING:
+                assert not seq.block_ids, f"{seq.id} waits and holds blocks"
+                assert bool(seq.num_unread) != (seq in self._waiting), f"{seq.id} waits nowhere"
+        leaders = self._leaders.leaders()
+        assert all(seq.state is SequenceState.RUNNING for seq in leaders.values()), "a leader isn't running"
+        assert self._waiting.parked_keys() <= leaders.keys(), "a follower waits for nobody"
+
+    def _new_sequence(self, request: Request, max_outputs: int | None) -> Sequence:
+        assert request.id not in self._sequences, f"{request.id} is there already"
+        assert request.prompt_ids, f"{request.id} has an empty prompt"
+        allowed = request.params.max_tokens if max_outputs is None else min(request.params.max_tokens, max_outputs)
+        self._arrivals += 1
+        seq = Sequence(request, request.lane * _LANE_STRIDE + self._arrivals, allowed)
+        self._sequences[seq.id] = seq
+        self.counters.prompt_tokens += seq.num_prompt_tokens
+        needed = self._tables.num_blocks_for(seq.num_prompt_tokens + least_outputs(request.params, allowed) - 1)
+        if needed > self.num_blocks:
+            self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", self._too_large(seq))
+        return seq
+
+    def _too_large(self, seq: Sequence) -> str:
+        held = self.num_blocks * self._tables.block_tokens
+        return (
+            f"The request needs more KV cache than there is: {seq.num_prompt_tokens} prompt tokens and up to "
+            f"{seq.max_outputs} output tokens against {held}; shorten it or give the engine more memory for KV."
+        )
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._tables.extend_keys(seq)
+        self._waiting.add(seq)
+        self._may_admit = True
+
+    def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        prompt_tokens = parent.num_prompt_tokens
+        return (
+            parent.state is SequenceState.RUNNING
+            and parent.committed_tokens >= prompt_tokens
+            and list(child.request.prompt_ids) == list(parent.request.prompt_ids)
+            and (child.request.salt, child.request.adapter) == (parent.request.salt, parent.request.adapter)
+            and len(self._running) < self._max_running
+            and self._fits(child, parent.entries[: (prompt_tokens - 1) // self._tables.block_tokens])
+        )
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        """A placeholder can only be computed in the step right after the one that samples it."""
+        is_current = not seq.num_unread or seq.last_step == self._next_step - 1
+        return seq.state is SequenceState.RUNNING and is_current
+
+    def _chunk_tokens(self, seq: Sequence, budget: StepBudget) -> int:
+        return min(seq.num_pending, budget.tokens, self._tables.room(seq))
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Room for one token of `seq`. The last in rank pays, which has no chunk in this round yet: those with a
+        chunk rank before `seq`. If `seq` itself is the last, it goes; if it is alone, it can never fit, unless a
+        token that wasn't read yet ends it."""
+        while not self._tables.room(seq):
+            victim = self._running[-1]
+            if len(self._running) == 1:
+                if seq.num_unread:
+                    return False
+                self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", self._too_large(seq))
+            else:
+                self._forecast.observe_preemption()
+                self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _compute(
+        self, seq: Sequence, num_tokens: int, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]
+    ) -> None:
+        """Adds the next `num_tokens` of the sequence to the step."""
+        if num_tokens <= 0:
+            return
+        budget.spend(num_tokens)
+        self._tables.grow(seq, num_tokens)
+        start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
+        token_ids = tuple(seq.tokens[start:end])
+        samples = seq.advance(num_tokens)
+        seq.last_step = self._next_step
+        shares.append(_Share(seq, seq.num_preemptions, end, samples))
+        chunks.append(
+            Chunk(
+                seq_id=seq.id,
+                token_ids=token_ids,
+                start=start,
+                block_ids=tuple(seq.block_ids),
+                logit_rows=(num_tokens - 1,) if samples else (),
+                params=seq.request.params,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                choice=seq.request.choice,
+            )
+        )
+
+    def _admit(self, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]) -> None:
+        passed: list[Sequence] = []
+        while budget.tokens and len(self._running) < self._max_running and len(passed) <= _LOOK_AHEAD:
+            seq = self._waiting.pop()
+            if seq is None:
+                break
+            chain = self._tables.match(seq)
+            key = self._leaders.deepest_in_progress(seq.block_keys[len(chain) :])
+            if key is not None:
+                self._waiting.park(seq, key)
+                continue
+            other_lane = bool(passed) and seq.request.lane != passed[0].request.lane
+            if other_lane or not self._fits(seq, chain):
+                passed.append(seq)
+                if other_lane or seq.num_overtaken >= _PATIENCE:
+                    break
+                continue
+            self._waiting.remove(seq)
+            is_first = seq.hit_tokens is None
+            self._tables.admit(seq, chain)
+            self._start(seq, is_first=is_first)
+            self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
+            for other in passed:
+                other.num_overtaken += 1
+        for seq in passed:
+            self._waiting.put_back(seq)
+        self._may_admit = not passed or not budget.tokens
+
+    def _start(self, seq: Sequence, *, is_first: bool) -> None:
+        insort(self._running, seq, key=lambda running: running.rank)
+        self._leaders.claim(seq, seq.block_keys[len(seq.entries) :])
+        if is_first:
+            self.counters.hit_tokens += seq.computed_tokens
+        else:
+            self.counters.recomputed_tokens -= seq.computed_tokens
+
+    def _fits(self, seq: Sequence, chain: list[Entry]) -> bool:
+        """Whether the predicted peak of the running sequences and this one fits. A first one is always let in."""
+        if not self._running:
+            return True
+        if len(chain) * self._tables.block_tokens == len(seq.tokens):
+            chain = chain[:-1]  # its last block will be a copy
+        in_use = sum(1 for entry in chain if self._pool.num_references(entry.block))
+        loads = [self._load(running, self._tables.num_shared(running)) for running in self._running]
+        loads.append(self._load(seq, in_use))
+        peak_blocks = self._pool.num_shared + predicted_peak_blocks(loads, self._tables.block_tokens)
+        return peak_blocks <= self.num_blocks * (1 - self._forecast.reserve)
+
+    def _load(self, seq: Sequence, shared_blocks: int) -> Load:
+        expected = self._forecast.output_tokens(seq.request.params, seq.num_outputs, seq.max_outputs)
+        private_tokens = max(len(seq.tokens) - shared_blocks * self._tables.block_tokens, 0)
+        return Load(private_tokens, max(expected - seq.num_outputs - 1, 0))
+
+    def _commit_blocks(self, seq: Sequence, end_tokens: int) -> None:
+        before = len(seq.entries)
+        self._tables.commit(seq, end_tokens)
+        self._give_up(seq, seq.block_keys[before : len(seq.entries)])
+
+    def _read(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        for token_id in token_ids:
+            seq.read(token_id)
+            self.counters.output_tokens += 1
+            reason = self._judge(seq, token_id)
+            if reason is None and seq.num_known - seq.num_prompt_tokens >= seq.max_outputs:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._forecast.observe_end(seq.request.params, seq.num_known - seq.num_prompt_tokens)
+                self._end(seq, reason)
+                return
+        if seq.state is SequenceState.WAITING and not seq.num_unread:  # preempted while this step was in flight
+            self._enqueue(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        self.counters.recomputed_tokens += seq.computed_tokens
+        self._stop_running(seq)
+        seq.rewind()
+        if not seq.num_unread:
+            self._enqueue(seq)
+
+    def _end(self, seq: Sequence, reason: FinishReason, code: str | None = None, message: str | None = None) -> None:
+        if seq.state is SequenceState.RUNNING:
+            self._stop_running(seq)
+        elif seq in self._waiting:
+            self._waiting.remove(seq)
+        del self._sequences[seq.id]
+        seq.finish(reason, code, message)
+        self._finished.append(seq)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._tables.release(seq)
+        self._give_up(seq, seq.block_keys)
+        self._may_admit = True
+
+    def _give_up(self, seq: Sequence, keys: list[bytes]) -> None:
+        for key in self._leaders.give_up(seq, keys):
+            if self._waiting.wake(key):
+                self._may_admit = True

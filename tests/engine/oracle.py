@@ -1,0 +1,118 @@
+"""A runner whose memory is plain Python: it shows at once when a block is reused, copied or read wrongly.
+
+Memory maps (block, offset) to the token whose KV would lie there. A sampled token is a function of what the chunk
+reads through its block table, as in a real model, so a wrong block changes the answer; `answer` is the same function
+without any paging. Reading a position that was never written, or was freed, fails on the spot.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import FinishReason, Request, SamplingParams
+from engine.sched.plan import PLACEHOLDER, StepPlan, StepResult
+
+VOCAB = 50
+EOS = 0
+POISON = -7
+
+
+def next_token(history: Sequence[int], params: SamplingParams) -> int:
+    """Depends on every token before it, on the seed and on nothing else; about one in 16 is EOS."""
+    digest = zlib.crc32(repr((tuple(history), params.seed)).encode())
+    return EOS if digest % 16 == 0 else 1 + digest // 16 % (VOCAB - 1)
+
+
+def answer(request: Request, context_tokens: int = 10**9) -> tuple[list[int], FinishReason]:
+    """What a request must produce, computed without engine, batch or cache."""
+    tokens, params = list(request.prompt_ids), request.params
+    while True:
+        tokens.append(next_token(tokens, params))
+        outputs = tokens[len(request.prompt_ids) :]
+        if tokens[-1] == EOS and not params.ignore_eos and len(outputs) > params.min_tokens:
+            return outputs, FinishReason.STOP
+        if len(outputs) == params.max_tokens or len(tokens) >= context_tokens:
+            return outputs, FinishReason.LENGTH
+
+
+def request(
+    name: str, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", lane: int = 0, **params: Any
+) -> Request:
+    return Request(
+        id=name,
+        prompt_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
+        salt=salt,
+        lane=lane,
+    )
+
+
+@dataclass
+class OracleRunner:
+    """Executes plans in the order they were made. `fail_at` names requests whose row turns NaN at a position."""
+
+    block_tokens: int
+    num_blocks: int
+    context_tokens: int = 10**9
+    vocab_size: int = VOCAB
+    eos_ids: frozenset[int] = frozenset({EOS})
+    fail_at: dict[str, int] = field(default_factory=dict)
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    last_sampled: dict[str, int] = field(default_factory=dict)
+    last_step: int = -1
+    max_step_tokens: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.last_step + 1, "steps are executed in order"
+        assert plan.chunks, "a step computes something"
+        self.last_step = plan.step
+        self.max_step_tokens = max(self.max_step_tokens, plan.num_tokens)
+        size = self.block_tokens
+        copied = {block for copy in plan.copies for block in (copy.source, copy.target)}
+        assert not copied & set(plan.freed_blocks)
+        for block in plan.freed_blocks:
+            for offset in range(size):
+                self.memory[block, offset] = POISON
+        for copy in plan.copies:
+            for offset in range(size):
+                self.memory[copy.target, offset] = self.memory.get((copy.source, offset), POISON)
+
+        ids = {chunk.seq_id: self._resolve(chunk.seq_id, chunk.token_ids) for chunk in plan.chunks}
+        assert len(ids) == len(plan.chunks), "one chunk a sequence"
+        written: set[tuple[int, int]] = set()
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            assert len(chunk.block_ids) == -(-end // size), "a table covers exactly the chunk's positions"
+            assert len(set(chunk.block_ids)) == len(chunk.block_ids)
+            assert all(0 <= block < self.num_blocks for block in chunk.block_ids)
+            for position, token in enumerate(ids[chunk.seq_id], chunk.start):
+                slot = (chunk.block_ids[position // size], position % size)
+                assert slot not in written, "two sequences write the same slot"
+                written.add(slot)
+                self.memory[slot] = token
+
+        sampled: dict[str, tuple[int, ...]] = {}
+        failed: dict[str, str] = {}
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            history = [self.memory.get((chunk.block_ids[p // size], p % size), POISON) for p in range(end)]
+            assert POISON not in history, f"{chunk.seq_id} reads a block that was freed or never written"
+            assert history[chunk.start :] == ids[chunk.seq_id]
+            if not chunk.logit_rows:
+                continue
+            if self.fail_at.get(chunk.seq_id, -1) == end:
+                failed[chunk.seq_id] = "the logits are not finite"
+                continue
+            sampled[chunk.seq_id] = tuple(
+                next_token(history[: chunk.start + row + 1], chunk.params) for row in chunk.logit_rows
+            )
+        self.last_sampled = {name: tokens[-1] for name, tokens in sampled.items()}
+        # a failed row leaves NaN behind; what is computed from it is thrown away when the failure is read
+        self.last_sampled |= dict.fromkeys(failed, EOS)
+        return StepResult(sampled, failed)
+
+    def _resolve(self, seq_id: str, token_ids: Sequence[int]) -> list[int]:
+        return [self.last_sampled[seq_id] if token == PLACEHOLDER else token for token in token_ids]

@@ -14,6 +14,7 @@ import httpx
 from batchsvc.cli.exits import CommandError, Exit
 
 _PATIENCE_S = 60.0  # how long a read may fail before we give up: an API that crashed is back within seconds
+_CREATE_ATTEMPTS = 4
 _CHUNK_BYTES = 1 << 20
 
 
@@ -70,7 +71,15 @@ class Client:
     # -- batches -------------------------------------------------------------------------------------------------
 
     def create_batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self._json("POST", "/batches", json=body)
+        """Create a batch. A lost answer is asked for again; the header tells the server that it may know this one."""
+        for attempt in range(_CREATE_ATTEMPTS):
+            try:
+                return self._json("POST", "/batches", json=body, headers={"x-stainless-retry-count": str(attempt)})
+            except CommandError as error:
+                if error.code != Exit.UNREACHABLE or attempt == _CREATE_ATTEMPTS - 1:
+                    raise
+                time.sleep(1.0)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self._json("GET", f"/batches/{batch_id}")
@@ -95,8 +104,19 @@ class Client:
                 return
             after = page["data"][-1]["id"]
 
+    # -- the rest ------------------------------------------------------------------------------------------------
+
     def models(self) -> dict[str, Any]:
-        return self._json("GET", "/models")
+        return self.get("/models")
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._json("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._json("POST", path, json=body)
+
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._json("DELETE", path)
 
     # -- transport -----------------------------------------------------------------------------------------------
 

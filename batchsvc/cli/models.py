@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
+from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
-from batchsvc.cli.database import database_of
-from batchsvc.cli.exits import CommandError
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
 from batchsvc.cli.target import absolute_model, opened, select
+from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
 app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias.", rich_markup_mode=None)
@@ -33,25 +32,21 @@ def list_models(
         page = session.client.models()
     console.result(page)
     rows = [
-        {**row, "alias_of": row.get("alias_of") or "", "digest": str(row.get("digest", ""))[:16]}
+        {**row, "alias_of": row.get("alias_of") or "", "digest": str(row.get("digest") or "")[:16]}
         for row in page["data"]
     ]
-    console.table(rows, ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "digest"))
+    console.table(rows, ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "workers", "digest"))
 
 
 @app.command()
 def pull(name: NameArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
     """Fetch a model into your cache directory; it is checked and kept."""
-    from engine.errors import EngineError
-    from engine.load.fetch import locate
+    from batchsvc.stack.prepare import located
 
     console = Console(as_json=as_json)
-    try:
-        path = locate(name, say=console.say)
-    except EngineError as error:
-        raise CommandError(str(error)) from error
-    console.out(str(path))
-    console.result({"id": name, "object": "model", "path": str(path)})
+    found = located(absolute_model(name), console.say)
+    console.out(str(found.path))
+    console.result({"id": name, "object": "model", **found.registration(name)})
 
 
 @app.command()
@@ -59,18 +54,24 @@ def add(
     model: NameArgument,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Its name (default: as given).")] = None,
     data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
     from_env: FromEnvOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Register a model, so that batches may name it; a worker serves it with `up --model` or BATCHSVC_MODEL."""
-    from batchsvc.stack.prepare import prepare_model
+    """Register a model, so that batches may name it.
+
+    A worker that serves it is started by `batchsvc up --model`, or with BATCHSVC_MODEL.
+    """
+    from batchsvc.stack.prepare import located
 
     console = Console(as_json=as_json)
     spelled = absolute_model(model)
-    with database_of(data_dir, from_env=from_env) as database:
-        path = prepare_model(database, spelled, console.say, name=name or spelled)
-    console.out(f"{name or spelled} is {path}.")
-    console.result({"id": name or spelled, "object": "model", "path": str(path)})
+    found = located(spelled, console.say)
+    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+        added = admin.add_model(found.registration(name or spelled))
+    console.out(f"{added['id']} is {found.path}.")
+    console.result(added)
 
 
 @app.command()
@@ -78,15 +79,23 @@ def alias(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that files use.")],
     target: Annotated[str, typer.Argument(metavar="MODEL", help="The model that it means.")],
     data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
     from_env: FromEnvOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Let NAME mean MODEL in batches that are created from now on."""
-    from batchsvc.batches import models
+    from batchsvc.stack.prepare import located
 
     console = Console(as_json=as_json)
-    with database_of(data_dir, from_env=from_env, model=target) as database:
-        row = database.run(lambda session: models.alias(session, name, absolute_model(target)))
-    console.out(f"{row.id} means {row.alias_of}.")
-    created = int(datetime.fromtimestamp(row.created_ms / 1000, UTC).timestamp())
-    console.result({"id": row.id, "object": "model", "created": created, "alias_of": row.alias_of})
+    spelled = absolute_model(target)
+    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+        try:
+            made = admin.alias(name, spelled)
+        except NotFoundError:  # in a fresh data directory nothing is registered yet; a shipped model is fine
+            if spelled != DEFAULT_MODEL:
+                raise
+            admin.add_model(located(spelled, console.say).registration(spelled))
+            made = admin.alias(name, spelled)
+    console.out(f"{made['id']} means {made['alias_of']}.")
+    console.result(made)

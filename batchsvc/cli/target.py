@@ -85,6 +85,11 @@ def opened(
         key = directory.api_key.read_text(encoding="utf-8").strip()
         with Client(state.url, key, is_local=True) as client:
             yield Session(client=client, target=target, is_own=launched is not None)
+    except (KeyboardInterrupt, CommandError) as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == Exit.INTERRUPTED
+        if launched is not None and is_interrupt:
+            console.say("Stopping the stack: the engine ends the lines that it has begun (Ctrl-C again: at once).")
+        raise
     except OSError as error:
         if error.filename and str(error.filename).startswith(str(directory.root)):
             raise directory.explain(error) from error

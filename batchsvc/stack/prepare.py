@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -32,8 +34,22 @@ def project_id(session: Session) -> str:
     return found.id if found else accounts.create_project(session, PROJECT).id
 
 
-def prepare_model(database: Database, model: str, say: Callable[[str], None], *, name: str | None = None) -> Path:
-    """Find or pull a model and register it, so that batches may name it. Raises UnavailableError in one sentence."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model on this machine, and what the registry keeps of it."""
+
+    path: Path
+    digest: str
+    context_tokens: int
+
+    def registration(self, name: str) -> dict[str, Any]:
+        """Arguments of `models.register`, which are also the body of POST /v1/admin/models."""
+        found = {"path": str(self.path), "digest": self.digest, "context_tokens": self.context_tokens}
+        return {"name": name, **found}
+
+
+def located(model: str, say: Callable[[str], None]) -> FoundModel:
+    """Find a model, or pull it. Raises UnavailableError in one sentence."""
     from engine.errors import EngineError
     from engine.load.fetch import locate
     from engine.load.meta import read_meta
@@ -43,18 +59,17 @@ def prepare_model(database: Database, model: str, say: Callable[[str], None], *,
         meta = read_meta(path)
     except EngineError as error:
         raise UnavailableError(str(error)) from error
+    return FoundModel(path=path, digest=meta.digest, context_tokens=meta.context_tokens)
+
+
+def prepare_model(database: Database, name: str, say: Callable[[str], None]) -> None:
+    """Find or pull a model and register it, so that batches may name it."""
+    registration = located(name, say).registration(name)
 
     def register(session: Session) -> None:
-        models.register(session, name or model, str(path), digest=meta.digest, context_tokens=meta.context_tokens)
+        models.register(session, **registration)
 
     database.run(register)
-    return path
-
-
-def is_registered(database: Database, name: str) -> bool:
-    """Whether batches may name this model."""
-    with database.reading() as session:
-        return models.resolve(session, name) is not None
 
 
 def _prepare_key(directory: DataDir, database: Database, path: Path, name: str, *, is_admin: bool) -> None:

@@ -84,6 +84,7 @@ def valkey_is_ready(port: int, password: str) -> bool:
 def seaweedfs(directory: Path, *, ports: dict[str, int], access_key: str, secret_key: str, jwt_key: str) -> Command:
     """SeaweedFS with an S3 gateway on `ports["s3"]`; `jwt_key` closes the ports behind the gateway."""
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "mini.options").unlink(missing_ok=True)  # the last start's options, with ports that may be gone
     listen = [f"-{name}.port={ports[name]}" for name in WEED_PORTS]
     listen += [f"-{name}.port.grpc={ports[name] + GRPC_OFFSET}" for name in WEED_PORTS]
     argv = (

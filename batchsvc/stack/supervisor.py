@@ -18,22 +18,25 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
-from batchsvc.batches import unit_queries, worker_queries
-from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError, UnavailableError
-from batchsvc.stack import children, ports, prepare
+from batchsvc.stack import children, ports
 from batchsvc.stack.child import Child, is_same
 from batchsvc.stack.datadir import DataDir, Lock
 from batchsvc.stack.options import STATE, ProcessState, StackOptions, StackState, leftover_state, own_identity
+
+if TYPE_CHECKING:
+    from batchsvc.db.session import Database
 
 _TICK_S = 0.1
 _DATA_READY_S = 90.0
 _SERVICE_READY_S = 120.0
 _CRASHES, _CRASH_WINDOW_S = 3, 60.0
 _LONGEST_PAUSE_S = 30.0
+_HASTY_S = 10.0
 
 
 class _StopRequested(BaseException):
@@ -84,7 +87,6 @@ class Supervisor:
         _end_leftovers(directory)
         self._ports = ports.choose(directory, host=options.host, port=options.port)
         keys = children.Secrets.of(directory)
-        self._database = Database(directory.database_url)
         hooks = children.EngineHooks(is_alive=self._engine_is_alive, free_leases=self._free_leases)
         specs = children.specs(directory, options, self._ports, keys, hooks)
         self._children = [Child(spec, directory.logs) for spec in specs]
@@ -94,6 +96,10 @@ class Supervisor:
         self._tell("Starting " + " and ".join(_TITLES[child.spec.name] for child in data) + ".")
         for child in data:
             child.start()
+        from batchsvc.db.session import Database  # a second of imports, while the data services start
+        from batchsvc.stack import prepare
+
+        self._database = Database(directory.database_url)
         prepare.prepare_database(directory, self._database)
         if "engine" in options.roles:
             prepare.prepare_model(self._database, options.model, self._tell)
@@ -171,10 +177,12 @@ class Supervisor:
                 child.terminate()
             self._publish(self._phase)
             deadline = time.monotonic() + max((child.spec.grace_s for child in group), default=0)
-            while any(child.exit_code() is None and child.pid for child in group):
-                is_hasty = self._signals > 1 and not any(child.spec.is_data for child in group)
-                if is_hasty or time.monotonic() > deadline:
-                    break
+            is_hasty = False
+            while any(child.pid and child.exit_code() is None for child in group) and time.monotonic() < deadline:
+                if self._signals > 1 and not is_hasty and "engine" in names:
+                    is_hasty, deadline = True, time.monotonic() + _HASTY_S
+                    for child in group:
+                        child.terminate()  # the second signal: write what is finished, wait for nothing
                 time.sleep(0.05)
             for child in group:
                 child.kill()
@@ -225,12 +233,16 @@ class Supervisor:
         return state
 
     def _engine_is_alive(self, pid: int) -> bool:
-        assert self._database is not None, "the database is opened before any child starts"
+        from batchsvc.batches import worker_queries
+
+        assert self._database is not None, "the database is opened before any engine starts"
         with self._database.reading() as session:
             return worker_queries.is_beating(session, self._host, pid)
 
     def _free_leases(self, pid: int) -> None:
-        assert self._database is not None, "the database is opened before any child starts"
+        from batchsvc.batches import unit_queries
+
+        assert self._database is not None, "the database is opened before any engine starts"
         try:
             freed = self._database.run(lambda session: unit_queries.free_owner(session, self._host, pid))
         except Exception as error:  # the reaper frees them later; the stack must go on

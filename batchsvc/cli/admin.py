@@ -1,0 +1,149 @@
+"""Keys and models as an operator changes them: over a server's admin routes, or straight in the database.
+
+A data directory needs no running stack for it; `--from-env` means the database of the settings. Both twins return
+the API's own objects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.target import select
+from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.options import read_state
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from batchsvc.cli.client import Client
+    from batchsvc.db.session import Database
+
+
+class Admin(Protocol):
+    """What an operator can do. Every method raises ServiceError or CommandError with one sentence."""
+
+    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]: ...
+    def list_keys(self) -> dict[str, Any]: ...
+    def revoke_key(self, key_id: str) -> dict[str, Any]: ...
+    def add_model(self, model: dict[str, Any]) -> dict[str, Any]: ...
+    def alias(self, name: str, target: str) -> dict[str, Any]: ...
+
+
+@contextmanager
+def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *, from_env: bool) -> Iterator[Admin]:
+    """The way to the service that the flags and the environment name."""
+    if from_env:
+        if data_dir is not None or url or api_key:
+            raise CommandError("--from-env names a deployment of its own: leave the other flags out.", Exit.USAGE)
+        from batchsvc.db.session import Database
+        from batchsvc.settings import Settings
+
+        yield DatabaseAdmin(Database(Settings.from_env().database_url))
+        return
+    target = select(data_dir, url, api_key, os.environ)
+    if target.directory is not None:
+        yield DatabaseAdmin(_database_of(target.directory))
+        return
+    from batchsvc.cli.client import Client
+
+    with Client(target.url, target.api_key, is_local=False) as client:
+        yield HttpAdmin(client)
+
+
+class HttpAdmin:
+    """A server's admin routes; the key must be an admin key."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
+        return self._client.post("/admin/keys", {"name": name, "project_id": project, "is_admin": is_admin})
+
+    def list_keys(self) -> dict[str, Any]:
+        return self._client.get("/admin/keys")
+
+    def revoke_key(self, key_id: str) -> dict[str, Any]:
+        return self._client.delete(f"/admin/keys/{key_id}")
+
+    def add_model(self, model: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post("/admin/models", model)
+
+    def alias(self, name: str, target: str) -> dict[str, Any]:
+        return self._client.post("/admin/aliases", {"name": name, "target": target})
+
+
+class DatabaseAdmin:
+    """The service's own database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
+        from batchsvc.accounts import service
+        from batchsvc.accounts.schemas import key_object
+
+        def make(session: Session) -> dict[str, Any]:
+            row, text = service.create_key(session, _project_id(session, project), name, is_admin)
+            return {**key_object(row), "key": text}
+
+        return self._database.run(make)
+
+    def list_keys(self) -> dict[str, Any]:
+        from batchsvc.accounts import service
+        from batchsvc.accounts.schemas import key_object
+
+        with self._database.reading() as session:
+            return {"object": "list", "data": [key_object(row) for row in service.list_keys(session)]}
+
+    def revoke_key(self, key_id: str) -> dict[str, Any]:
+        from batchsvc.accounts import service
+        from batchsvc.accounts.schemas import key_object
+
+        return self._database.run(lambda session: key_object(service.revoke_key(session, key_id)))
+
+    def add_model(self, model: dict[str, Any]) -> dict[str, Any]:
+        from batchsvc.batches import models
+        from batchsvc.batches.schemas import model_object
+
+        return self._database.run(lambda session: model_object(models.register(session, **model), None, {}))
+
+    def alias(self, name: str, target: str) -> dict[str, Any]:
+        from batchsvc.batches import models
+        from batchsvc.batches.schemas import model_object
+
+        def point(session: Session) -> dict[str, Any]:
+            row = models.alias(session, name, target)
+            return model_object(row, models.resolve(session, target), {})
+
+        return self._database.run(point)
+
+
+def _project_id(session: Session, project: str | None) -> str:
+    from batchsvc.accounts import service
+    from batchsvc.stack.prepare import PROJECT
+
+    if project is not None and project.startswith("proj_"):
+        return project
+    found = service.project_named(session, project or PROJECT) or service.create_project(session, project or PROJECT)
+    return found.id
+
+
+def _database_of(directory: DataDir) -> Database:
+    """A data directory's database; in a directory that has none yet, or an old one, it is brought up to date first."""
+    from batchsvc.db.session import Database
+    from batchsvc.stack.prepare import prepare_database
+
+    directory.create()
+    database = Database(directory.database_url)
+    if read_state(directory) is None:
+        lock = directory.lock()
+        try:
+            prepare_database(directory, database)
+        finally:
+            lock.release()
+    return database

@@ -8,19 +8,23 @@ as its results were not written where this run would write them.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.follow import ENDED
 
-if TYPE_CHECKING:
-    from batchsvc.cli.client import Client
-
 SHA_KEY = "input_sha256"
 MODEL_KEY = "model_override"
 _LOOK_BACK = 500  # batches, newest first
+
+
+class Listing(Protocol):
+    """Batches from the newest on; the client is one."""
+
+    def newest_batches(self, most: int) -> Iterator[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +38,9 @@ class Wish:
     has_results: bool  # whether the file that it would write is there already
 
 
-def find(client: Client, wish: Wish) -> dict[str, Any] | None:
+def find(listing: Listing, wish: Wish) -> dict[str, Any] | None:
     """The batch to go on with, or None. Raises CommandError if the name belongs to other unfinished work."""
-    for batch in client.newest_batches(_LOOK_BACK):
+    for batch in listing.newest_batches(_LOOK_BACK):
         if batch.get("name") != wish.name or batch["status"] in ("failed", "expired", "cancelled", "cancelling"):
             continue
         is_ended = batch["status"] in ENDED

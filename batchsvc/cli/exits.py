@@ -50,7 +50,7 @@ def allowed_errors(text: str | None, total: int) -> int:
     """How many error lines `--allow-errors N|P%` accepts of `total` lines. Raises CommandError for another form."""
     if text is None:
         return 0
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text.strip())
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text.strip(), re.ASCII)
     if not found or (not found[2] and "." in found[1]) or (found[2] and float(found[1]) > 100):
         raise CommandError(
             f"--allow-errors takes a number of lines or a percentage such as 2%, not {text!r}.", Exit.USAGE

@@ -1,0 +1,60 @@
+"""Ports are remembered; a taken one is replaced, except the one that the user named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from batchsvc.stack import ports
+from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.services import GRPC_OFFSET, WEED_PORTS
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def listening(port: int) -> Iterator[None]:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((LOOPBACK, port))
+        server.listen()
+        yield
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> DataDir:
+    made = DataDir(tmp_path)
+    made.create()
+    return made
+
+
+def test_ports_are_distinct_and_remembered(directory: DataDir) -> None:
+    first = ports.choose(directory, host=LOOPBACK, port=0)
+    assert set(first) == {"api", "valkey", *WEED_PORTS}
+    used = [*first.values(), *(first[name] + GRPC_OFFSET for name in WEED_PORTS)]
+    assert len(set(used)) == len(used)
+    assert ports.choose(directory, host=LOOPBACK, port=None) == first
+
+
+def test_taken_ports_are_chosen_anew(directory: DataDir) -> None:
+    first = ports.choose(directory, host=LOOPBACK, port=0)
+    with listening(first["api"]), listening(first["valkey"]), listening(first["filer"] + GRPC_OFFSET):
+        second = ports.choose(directory, host=LOOPBACK, port=None)
+    changed = {name for name in first if first[name] != second[name]}
+    assert changed == {"api", "valkey", "filer"}
+
+
+def test_a_named_port_that_is_taken_is_refused(directory: DataDir) -> None:
+    port = ports.choose(directory, host=LOOPBACK, port=0)["api"]
+    with listening(port), pytest.raises(ports.PortTakenError, match=f"Port {port} on 127.0.0.1 is taken"):
+        ports.choose(directory, host=LOOPBACK, port=port)
+    assert ports.choose(directory, host=LOOPBACK, port=port)["api"] == port
+
+
+def test_a_broken_file_is_no_obstacle(directory: DataDir) -> None:
+    (directory.run / "ports.json").write_text('{"api": "x", "valkey": null}')
+    assert ports.choose(directory, host=LOOPBACK, port=0)["valkey"] > 0

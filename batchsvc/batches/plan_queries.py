@@ -1,0 +1,330 @@
+"""SQL of planning: the lease, one window at a time, and how planning ends. `plan_epoch` is the fence of it all.
+
+A claim raises `plan_epoch`; every later write names it and finds the batch `validating`, or changes nothing: then the
+planner was overtaken, or the batch ended, and it must stop. Every function may be run again after a lost answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.batches import lifecycle, models, queries, reaper_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
+from batchsvc.billing import service as billing
+from batchsvc.billing.pricing import STANDARD_TIER
+from batchsvc.db.session import database_now_ms
+from batchsvc.files import service as files
+from batchsvc.files.lines import Problem
+from batchsvc.money import Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """The file that a batch reads."""
+
+    s3_key: str
+    etag: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanClaim:
+    """The right to plan the next window of a batch, and where it starts. `input` None: the file is gone."""
+
+    batch_id: str
+    epoch: int
+    endpoint: str
+    is_strict: bool
+    model_requested: str | None
+    model_id: str | None
+    aliases: dict[str, Any] | None
+    input: Input | None
+    window_no: int
+    unit_no: int
+    first_line: int
+    offset: int
+    num_lines: int
+    num_problems: int
+    num_listed: int
+    finished_windows: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedModel:
+    """What a batch runs on and at which rates, from now on."""
+
+    id: str
+    path: str
+    digest: str
+    rates: Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewUnit:
+    """A unit whose file is stored."""
+
+    no: int
+    s3_key: str
+    sha256: str
+    num_lines: int
+    est_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedPart:
+    """The stored part of a window's rejected lines."""
+
+    id: str
+    s3_key: str
+    sha256: str
+    size_bytes: int
+    num_lines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWindow:
+    """A planned window, all of its objects stored. `keeps_lease`: its planner goes on to end the planning."""
+
+    first_line: int
+    last_line: int
+    num_lines: int
+    next_offset: int
+    input_tokens: int
+    line_nos_key: str
+    reserve_nanos: int
+    units: Sequence[NewUnit] = ()
+    rejected: RejectedPart | None = None
+    problems: Sequence[Problem] = ()
+    num_problems: int = 0
+    keeps_lease: bool = False
+
+
+def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanClaim | bool:
+    """Take the plan lease. False: somebody else has it. True: there is nothing to plan (any more)."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    now = database_now_ms(session)
+    if batch is None:
+        return True
+    if batch.status != Status.VALIDATING or batch.expires_ms <= now:
+        discard_unstarted(session, batch_id)
+        return True
+    if batch.plan_lease_ms > now:
+        return False
+    batch.plan_epoch += 1
+    batch.plan_owner, batch.plan_lease_ms = owner, now + _ms(lease_s)
+    file = files.find(session, batch.project_id, batch.input_file_id)
+    windows = session.scalars(select(Window).where(Window.batch_id == batch_id).order_by(Window.no)).all()
+    last_unit = session.scalar(select(func.max(Unit.no)).where(Unit.batch_id == batch_id))
+    return PlanClaim(
+        batch_id=batch_id,
+        epoch=batch.plan_epoch,
+        endpoint=batch.endpoint,
+        is_strict=batch.on_invalid != "skip",
+        model_requested=batch.model_requested,
+        model_id=batch.model_id,
+        aliases=batch.aliases,
+        input=None if file is None else Input(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes),
+        window_no=len(windows),
+        unit_no=0 if last_unit is None else last_unit + 1,
+        first_line=windows[-1].last_line + 1 if windows else 1,
+        offset=windows[-1].next_offset if windows else 0,
+        num_lines=sum(window.num_lines for window in windows),
+        num_problems=batch.errors_total,
+        num_listed=len(batch.errors or ()),
+        finished_windows=[window.line_nos_key for window in windows],
+    )
+
+
+def keep(session: Session, batch_id: str, epoch: int, lease_s: float) -> bool:
+    """Prolong the lease. False: it is lost."""
+    return _change(session, batch_id, epoch, plan_lease_ms=database_now_ms(session) + _ms(lease_s))
+
+
+def let_go(session: Session, batch_id: str, epoch: int, written: Sequence[str]) -> None:
+    """End the lease of a planner that stops early, and have deleted what it stored but nobody knows of."""
+    _change(session, batch_id, epoch, plan_lease_ms=0)
+    # a commit whose answer was lost has given the objects to a window after all: they stand and fall together
+    if session.scalar(select(Window.no).where(Window.batch_id == batch_id, Window.line_nos_key.in_(written))) is None:
+        reaper_queries.discard(session, written)
+
+
+def resolve(session: Session, name: str, aliases: dict[str, Any] | None) -> Model | None:
+    """The model behind a name, as the batch's aliases say."""
+    return models.resolve(session, name, aliases)
+
+
+def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> PinnedModel | None:
+    """Settle model, formats and rates of a batch. None: the lease is lost.
+
+    Raises InvalidRequestError when the model has no price.
+    """
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    model = session.get_one(Model, model_id)
+    if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
+        return None
+    if batch.rates is None:
+        tier, standard = (
+            billing.rates_for(session, model_id, name, batch.price_version) for name in (batch.tier, STANDARD_TIER)
+        )
+        batch.model_id, batch.model_digest = model.id, model.digest
+        batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
+        batch.rates = {"tier": asdict(tier), "standard": asdict(standard)}
+    return PinnedModel(
+        id=model.id, path=model.path, digest=batch.model_digest or "", rates=Rates(**batch.rates["tier"])
+    )
+
+
+def add_window(session: Session, batch_id: str, epoch: int, no: int, window: NewWindow, *, max_problems: int) -> bool:
+    """Make a window count: its row, units, error part and problems at once. False: the lease is lost."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    before = session.get(Window, (batch_id, no))
+    if before is not None and before.line_nos_key == window.line_nos_key:
+        return True  # ours: the answer to the commit was lost
+    if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
+        return False
+    rejected = window.rejected
+    session.add(
+        Window(
+            batch_id=batch_id,
+            no=no,
+            first_line=window.first_line,
+            last_line=window.last_line,
+            num_lines=window.num_lines,
+            num_rejected=rejected.num_lines if rejected else 0,
+            next_offset=window.next_offset,
+            input_tokens=window.input_tokens,
+            line_nos_key=window.line_nos_key,
+            reserve_nanos=window.reserve_nanos,
+        )
+    )
+    if window.units:
+        session.execute(insert(Unit), [_unit_row(batch, no, unit) for unit in window.units])
+    if rejected is not None:
+        session.add(
+            Part(
+                id=rejected.id,
+                batch_id=batch_id,
+                unit_id=None,
+                window_no=no,
+                epoch=epoch,
+                s3_key=rejected.s3_key,
+                sha256=rejected.sha256,
+                size_bytes=rejected.size_bytes,
+                bitmap=None,
+                lines_ok=0,
+                lines_err=rejected.num_lines,
+                created_ms=database_now_ms(session),
+            )
+        )
+    if window.num_problems:
+        batch.errors = _listed(batch, window.problems, max_problems)
+        batch.errors_total += window.num_problems
+    if not window.keeps_lease:
+        batch.plan_lease_ms = 0
+    return True
+
+
+def start(session: Session, batch_id: str, epoch: int) -> bool:
+    """End the planning well: reserve the money and make the units claimable. False: the lease is lost."""
+    lines, rejected, nanos = session.execute(
+        select(
+            func.coalesce(func.sum(Window.num_lines), 0),
+            func.coalesce(func.sum(Window.num_rejected), 0),
+            func.coalesce(func.sum(Window.reserve_nanos), 0),
+        ).where(Window.batch_id == batch_id)
+    ).one()
+    values = {
+        "total": int(lines),
+        "failed": int(rejected),
+        "reserved_nanos": int(nanos),
+        "plan_owner": None,
+        "plan_lease_ms": 0,
+    }
+    now = database_now_ms(session)
+    fence = {"plan_epoch": epoch}
+    if not lifecycle.move(session, batch_id, Status.IN_PROGRESS, now_ms=now, fence=fence, values=values):
+        return False
+    batch = session.get_one(Batch, batch_id, populate_existing=True)
+    billing.post_reserve(session, batch)
+    session.execute(update(Unit).where(Unit.batch_id == batch_id, Unit.state == "pending").values(state="ready"))
+    return True
+
+
+def fail(session: Session, batch_id: str, epoch: int, problems: Sequence[Problem], *, max_problems: int) -> bool:
+    """End the planning with `problems` and those that its windows had. False: the lease is lost."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    if batch is None:
+        return False
+    values = {
+        "errors": _listed(batch, problems, max_problems),
+        "errors_total": batch.errors_total + len(problems),
+        "why": Status.FAILED,
+        "plan_owner": None,
+        "plan_lease_ms": 0,
+    }
+    now = database_now_ms(session)
+    fence = {"plan_epoch": epoch}
+    if not lifecycle.move(session, batch_id, Status.FAILED, now_ms=now, fence=fence, values=values):
+        return False
+    discard_unstarted(session, batch_id)
+    return True
+
+
+def is_validating(session: Session, batch_id: str) -> bool:
+    """Whether a batch still waits for its planning to end."""
+    return session.scalar(select(Batch.status).where(Batch.id == batch_id)) == Status.VALIDATING
+
+
+def discard_unstarted(session: Session, batch_id: str) -> None:
+    """Forget the plan of a batch that ended while validating: rows go, objects are deleted later."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    if batch is None or batch.status not in lifecycle.TERMINAL or batch.in_progress_ms is not None:
+        return
+    columns = ((Unit, Unit.s3_key), (Part, Part.s3_key), (Window, Window.line_nos_key))
+    for table, column in columns:
+        reaper_queries.discard(session, session.scalars(select(column).where(table.batch_id == batch_id)).all())
+        session.execute(delete(table).where(table.batch_id == batch_id))
+
+
+def _change(session: Session, batch_id: str, epoch: int, **values: Any) -> bool:
+    return queries.update_batch(
+        session, batch_id, from_={Status.VALIDATING}, fence={"plan_epoch": epoch}, values=values
+    )
+
+
+def _listed(batch: Batch, problems: Sequence[Problem], max_problems: int) -> list[Any]:
+    return [*(batch.errors or ()), *(problem.as_json() for problem in problems)][:max_problems]
+
+
+def _unit_row(batch: Batch, window_no: int, unit: NewUnit) -> dict[str, Any]:
+    return {
+        "id": ids.unit_id(),
+        "batch_id": batch.id,
+        "project_id": batch.project_id,
+        "model_digest": batch.model_digest,
+        "window_no": window_no,
+        "no": unit.no,
+        "s3_key": unit.s3_key,
+        "sha256": unit.sha256,
+        "num_lines": unit.num_lines,
+        "est_tokens": unit.est_tokens,
+        "state": "pending",
+        "epoch": 0,
+        "lease_ms": 0,
+        "not_before_ms": 0,
+        "ticket_ms": 0,
+        "done_bitmap": bytes((unit.num_lines + 7) // 8),
+        "num_done": 0,
+        "crash_count": 0,
+    }
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,219 @@
+"""One window of a file before it is planned: its lines checked, rendered and tokenized. No database, no store.
+
+`collect` takes checked records until the window is full. A line ends up in one of three places: among the requests,
+among the rejected lines (finished rows of the error file), or, with `is_strict` and a broken envelope, among the
+problems that fail the batch. After the first such problem lines are only checked, as nothing will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from batchsvc.batches.body import ChatCall, fit, parse_chat
+from batchsvc.batches.part_file import PartLine, error_row
+from batchsvc.files.envelope import CheckedRecord
+from batchsvc.files.lines import Problem
+from engine.errors import RequestError
+from engine.text import TextModel
+
+_TOKENIZE_LINES = 256
+_TOKENIZE_CHARS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Where a window ends. `lines_left` is what the batch may still hold, `max_problems` what may still be listed."""
+
+    window_lines: int
+    window_tokens: int
+    lines_left: int
+    max_problems: int
+    default_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """A line that will run. `prompt` is big-endian uint32 token ids; equal params share one dict."""
+
+    line_no: int
+    custom_id: str
+    prompt: bytes
+    params: dict[str, Any]
+    fold_key: bytes | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+@dataclass(slots=True)
+class WindowDraft:
+    """What was read. `next_offset` is where the next window starts; `is_last`: there is no more to read."""
+
+    next_offset: int
+    line_nos: list[int] = field(default_factory=list)
+    custom_ids: list[str | None] = field(default_factory=list)
+    requests: list[PlannedRequest] = field(default_factory=list)
+    rejected: list[PartLine] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    num_problems: int = 0
+    input_tokens: int = 0
+    has_too_many: bool = False
+    is_last: bool = False
+
+
+class _Waiting(NamedTuple):
+    """A line between rendering and tokenizing; without `call` it is rejected for `error` or its own problems."""
+
+    record: CheckedRecord
+    call: ChatCall | None = None
+    text: str = ""
+    error: RequestError | None = None
+
+
+def collect(
+    records: Iterable[CheckedRecord],
+    *,
+    batch_id: str,
+    limits: Limits,
+    offset: int,
+    text_model: Callable[[], TextModel],
+    is_strict: bool,
+    is_failing: bool,
+) -> WindowDraft:
+    """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only."""
+    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing).collect(records)
+
+
+class _Collector:
+    def __init__(
+        self,
+        batch_id: str,
+        limits: Limits,
+        offset: int,
+        text_model: Callable[[], TextModel],
+        is_strict: bool,
+        is_failing: bool,
+    ) -> None:
+        self._batch_id = batch_id
+        self._limits = limits
+        self._text_model = text_model
+        self._is_strict = is_strict
+        self._is_failing = is_failing
+        self._draft = WindowDraft(next_offset=offset)
+        self._params: dict[bytes, dict[str, Any]] = {}  # equal parameters once
+
+    def collect(self, records: Iterable[CheckedRecord]) -> WindowDraft:
+        draft, limits = self._draft, self._limits
+        waiting: list[_Waiting] = []
+        chars = 0
+        for num_lines, record in enumerate(records, start=1):
+            if num_lines > limits.lines_left:
+                draft.has_too_many = self._take(waiting)
+                return draft
+            waiting.append(self._prepare(record))
+            chars += len(waiting[-1].text)
+            if num_lines == limits.window_lines:
+                self._take(waiting)
+                return draft
+            if len(waiting) == _TOKENIZE_LINES or chars >= _TOKENIZE_CHARS:
+                if not self._take(waiting):
+                    return draft
+                waiting, chars = [], 0
+        draft.is_last = self._take(waiting)
+        return draft
+
+    def _prepare(self, record: CheckedRecord) -> _Waiting:
+        if record.problems and self._is_strict:
+            self._is_failing = True
+        if record.line is None or self._is_failing:
+            return _Waiting(record)
+        try:
+            call = parse_chat(record.line.body)
+            return _Waiting(record, call, self._text_model().render(call.messages))
+        except RequestError as error:
+            return _Waiting(record, error=error)
+
+    def _take(self, waiting: list[_Waiting]) -> bool:
+        """Adds lines to the window. False when it is full before the last of them."""
+        draft = self._draft
+        prompts = self._prompts(waiting)
+        for item in waiting:
+            if item.call is None or self._is_failing:
+                self._reject(item.record, item.error)
+            else:
+                prompt_ids = next(prompts)
+                is_full = draft.input_tokens + len(prompt_ids) > self._limits.window_tokens
+                if is_full and draft.requests:
+                    return False
+                try:
+                    self._accept(item.record, item.call, prompt_ids)
+                except RequestError as error:
+                    self._reject(item.record, error)
+            draft.line_nos.append(item.record.line_no)
+            draft.custom_ids.append(item.record.custom_id)
+            draft.next_offset = item.record.next_offset
+        if self._is_failing:
+            draft.requests.clear()
+            draft.rejected.clear()
+        return True
+
+    def _prompts(self, waiting: list[_Waiting]) -> Iterator[list[int]]:
+        texts = [item.text for item in waiting if item.call is not None]
+        if not texts or self._is_failing:
+            return iter(())
+        return iter(self._text_model().encode_prompts(texts))
+
+    def _accept(self, record: CheckedRecord, call: ChatCall, prompt_ids: list[int]) -> None:
+        params = fit(
+            call,
+            prompt_tokens=len(prompt_ids),
+            context_tokens=self._text_model().meta.context_tokens,
+            default_max_tokens=self._limits.default_max_tokens,
+        )
+        self._draft.requests.append(
+            PlannedRequest(
+                line_no=record.line_no,
+                custom_id=record.custom_id or "",
+                prompt=np.array(prompt_ids, dtype=">u4").tobytes(),
+                params=self._params.setdefault(orjson.dumps(params), params),
+                fold_key=fold_key(params),
+            )
+        )
+        self._draft.input_tokens += len(prompt_ids)
+
+    def _reject(self, record: CheckedRecord, error: RequestError | None) -> None:
+        if record.problems and self._is_strict:
+            self._draft.num_problems += len(record.problems)
+            room = max(0, self._limits.max_problems - len(self._draft.problems))
+            self._draft.problems += record.problems[:room]
+        if self._is_failing:
+            return
+        cause = record.problems[0] if error is None else error
+        row = error_row(
+            batch_id=self._batch_id,
+            line_no=record.line_no,
+            custom_id=record.custom_id,
+            code=cause.code,
+            message=cause.message if isinstance(cause, Problem) else str(cause),
+            param=cause.param,
+            status=None if error is None else 400,
+        )
+        self._draft.rejected.append(PartLine(line_no=record.line_no, is_ok=False, row=row))
+
+
+def fold_key(params: dict[str, Any]) -> bytes | None:
+    """Equal for requests that must give equal answers to one prompt; None for one that draws its own.
+
+    Greedy requests don't draw, whatever their seed; others give equal answers only with equal explicit seeds.
+    """
+    if params["temperature"] == 0:
+        params = {**params, "seed": None}
+    elif params["seed"] is None:
+        return None
+    return orjson.dumps(params)

@@ -26,12 +26,6 @@ def beat(session: Session, worker_id: str, *, is_draining: bool, stats: dict[str
     )
 
 
-def is_beating(session: Session, host: str, pid: int) -> bool:
-    """Whether the worker that runs as this process has registered and not ended."""
-    mine = Worker.id.startswith(f"{host}:{pid}:", autoescape=True)
-    return session.scalars(select(Worker.id).where(mine).limit(1)).first() is not None
-
-
 def retire(session: Session, worker_id: str) -> None:
     """Forget a worker that ended in order."""
     session.execute(delete(Worker).where(Worker.id == worker_id))

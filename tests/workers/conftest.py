@@ -1,0 +1,245 @@
+"""Fixtures of the workers: a migrated database, a bucket, and batches that are planned by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import select
+
+from batchsvc import ids
+from batchsvc.accounts import service as accounts
+from batchsvc.batches import unit_file, window_file
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Part, Unit, Window
+from batchsvc.billing import service as billing
+from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageRow
+from batchsvc.clock import now_ms
+from batchsvc.db.session import Database
+from batchsvc.files.tables import File
+from batchsvc.settings import Settings
+from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
+from batchsvc.tables import metadata
+
+DIGEST = "d" * 64
+RATES = {"input": 10_000_000, "cached_input": 2_500_000, "output": 40_000_000}
+FAST = {"lease_s": 3.0, "renew_s": 0.5, "reaper_s": 0.5, "poll_s": 0.3, "flush_s": 0.5, "term_grace_s": 6.0}
+
+
+@pytest.fixture
+def fast(settings: Settings) -> Settings:
+    """Settings with short leases and ticks."""
+    return settings.model_copy(update=FAST)
+
+
+@pytest.fixture
+def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: Any) -> Settings:
+    """Short leases on SQLite alone, for tests whose subject isn't the database."""
+    return Settings.from_env(
+        {
+            "DATABASE_URL": f"sqlite:///{tmp_path / 'test.sqlite3'}",
+            "REDIS_URL": redis_url,
+            "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
+            "AWS_ACCESS_KEY_ID": s3_server.access_key,
+            "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+            "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
+        }
+    ).model_copy(update=FAST)
+
+
+@dataclass
+class World:
+    """A database and a bucket, with what tests do to them."""
+
+    settings: Settings
+    db: Database
+    store: ObjectStore
+
+    def add_batch(
+        self,
+        num_lines: int = 12,
+        unit_lines: int = 4,
+        *,
+        windows: int = 1,
+        digest: str = DIGEST,
+        max_tokens: int = 4,
+        expires_in_s: float = 3600,
+        fold: int = 1,
+        priority_s: float = 0,
+    ) -> str:
+        """A batch in progress: `num_lines` lines a window, cut into units, `fold` lines a row."""
+        batch_id, now = ids.batch_id(), now_ms()
+        with self.db.transaction() as session:
+            project = accounts.create_project(session, "tests")
+            billing.seed_prices(session)
+        with self.db.transaction() as session:
+            batch = Batch(
+                id=batch_id,
+                project_id=project.id,
+                api_key_id="key",
+                endpoint="/v1/chat/completions",
+                input_file_id="file-x",
+                completion_window="24h",
+                tier="batch_24h",
+                status=Status.IN_PROGRESS,
+                created_ms=now,
+                in_progress_ms=now,
+                expires_ms=now + round((expires_in_s - priority_s) * 1000),
+                model_id="tiny",
+                model_digest=digest,
+                price_version=1,
+                rates={"tier": RATES, "standard": {name: 2 * rate for name, rate in RATES.items()}},
+                reserved_nanos=10**9,
+                total=num_lines * windows,
+            )
+            session.add(batch)
+            session.flush()
+            billing.post_reserve(session, batch)
+            unit_no = 0
+            for window_no in range(windows):
+                first = window_no * num_lines + 1
+                line_nos = list(range(first, first + num_lines))
+                key = keys.window_lines(batch_id, 1, window_no)
+                self.store.put(key, window_file.write(window_file.WindowLines(line_nos, [f"c{n}" for n in line_nos])))
+                session.add(
+                    Window(
+                        batch_id=batch_id,
+                        no=window_no,
+                        first_line=first,
+                        last_line=first + num_lines - 1,
+                        num_lines=num_lines,
+                        line_nos_key=key,
+                    )
+                )
+                # plan order isn't input order
+                planned = sorted(line_nos, key=lambda n: hashlib.sha256(str(n).encode()).digest())
+                for start in range(0, num_lines, unit_lines):
+                    session.add(
+                        self._unit(batch, window_no, unit_no, planned[start : start + unit_lines], max_tokens, fold)
+                    )
+                    unit_no += 1
+        return batch_id
+
+    def _unit(self, batch: Batch, window_no: int, no: int, line_nos: Sequence[int], max_tokens: int, fold: int) -> Unit:
+        rows = [
+            unit_file.UnitRow(
+                line_nos=tuple(line_nos[start : start + fold]),
+                custom_ids=tuple(f"c{n}" for n in line_nos[start : start + fold]),
+                prompt_ids=np.array([1, 2, 3, 4 + line_nos[start] % 50], np.int32),
+                params={"temperature": 0.0},
+                planned_cached_tokens=1,
+                max_tokens=max_tokens,
+            )
+            for start in range(0, len(line_nos), fold)
+        ]
+        data = unit_file.write(rows)
+        key = keys.unit(batch.id, 1, no)
+        self.store.put(key, data)
+        return Unit(
+            id=ids.unit_id(),
+            batch_id=batch.id,
+            project_id=batch.project_id,
+            model_digest=batch.model_digest,
+            window_no=window_no,
+            no=no,
+            s3_key=key,
+            sha256=hashlib.sha256(data).hexdigest(),
+            num_lines=len(line_nos),
+            state="ready",
+            done_bitmap=bytes((len(line_nos) + 7) // 8),
+        )
+
+    def batch(self, batch_id: str) -> Batch:
+        with self.db.reading() as session:
+            return session.get_one(Batch, batch_id)
+
+    def units(self, batch_id: str) -> list[Unit]:
+        with self.db.reading() as session:
+            return list(session.scalars(select(Unit).where(Unit.batch_id == batch_id).order_by(Unit.no)))
+
+    def parts(self, batch_id: str) -> list[Part]:
+        with self.db.reading() as session:
+            return list(session.scalars(select(Part).where(Part.batch_id == batch_id)))
+
+    def set_units(self, batch_id: str, **values: Any) -> None:
+        with self.db.transaction() as session:
+            for unit in session.scalars(select(Unit).where(Unit.batch_id == batch_id, Unit.state != "done")):
+                for name, value in values.items():
+                    setattr(unit, name, value)
+
+    def set_batch(self, batch_id: str, **values: Any) -> None:
+        with self.db.transaction() as session:
+            batch = session.get_one(Batch, batch_id)
+            for name, value in values.items():
+                setattr(batch, name, value)
+
+    def result(self, batch_id: str, kind: str) -> list[dict[str, Any]]:
+        """Lines of a published file; none if the batch has no such file."""
+        import orjson
+
+        batch = self.batch(batch_id)
+        file_id = batch.output_file_id if kind == "output" else batch.error_file_id
+        if file_id is None:
+            return []
+        with self.db.reading() as session:
+            row = session.get_one(File, file_id)
+        data = self.store.get(row.s3_key)
+        assert len(data) == row.size_bytes and hashlib.sha256(data).hexdigest() == row.sha256
+        assert row.filename == f"{batch_id}_{kind}.jsonl" and row.purpose == "batch_output"
+        return [orjson.loads(line) for line in data.splitlines()]
+
+    def judge(self, batch_id: str, status: Status) -> None:
+        """The invariants of an ended batch (job-queue.md 5.3): each line once, in order, and the bill equal to it."""
+        batch = self.batch(batch_id)
+        assert batch.status == status == batch.why and batch.ended_ms
+        output, error = self.result(batch_id, "output"), self.result(batch_id, "error")
+        for lines in (output, error):
+            assert [line["line"] for line in lines] == sorted(line["line"] for line in lines), "input order"
+        assert sorted(line["line"] for line in output + error) == list(range(1, batch.total + 1)), "each line once"
+        assert all(line["custom_id"] == f"c{line['line']}" for line in output + error)
+        assert (batch.completed, batch.failed) == (len(output), len(error))
+        usage = [line["response"]["body"]["usage"] for line in output]
+        bill = sum(line["cost_nanos"] for line in usage)
+        assert batch.cost_nanos == bill
+        assert batch.input_tokens == sum(line["prompt_tokens"] for line in usage)
+        assert batch.output_tokens == sum(line["completion_tokens"] for line in usage)
+        assert batch.cached_tokens == sum(line["prompt_tokens_details"]["cached_tokens"] for line in usage)
+        with self.db.reading() as session:
+            rows = session.scalars(select(UsageRow).where(UsageRow.batch_id == batch_id)).all()
+            assert sum(row.cost_nanos for row in rows) == bill
+            entries = session.execute(
+                select(LedgerTransaction.kind, LedgerTransaction.part_id, LedgerEntry.account, LedgerEntry.amount_nanos)
+                .join(LedgerEntry, LedgerEntry.transaction_id == LedgerTransaction.id)
+                .where(LedgerTransaction.batch_id == batch_id)
+            ).all()
+        assert sum(entry.amount_nanos for entry in entries) == 0
+        assert sum(entry.amount_nanos for entry in entries if entry.account == "revenue") == bill
+        held = [entry.amount_nanos for entry in entries if entry.account.startswith("reserved:")]
+        assert sum(held) == 0, "the reservation is released"
+        assert {unit.state for unit in self.units(batch_id)} <= {"done", "sealed"}
+
+
+def open_world(settings: Settings) -> Iterator[World]:
+    db, store = Database(settings.database_url), ObjectStore(settings)
+    metadata.create_all(db.engine)
+    store.ensure_bucket()
+    yield World(settings, db, store)
+    db.dispose()
+
+
+@pytest.fixture
+def world(fast: Settings) -> Iterator[World]:
+    """On both databases."""
+    yield from open_world(fast)
+
+
+@pytest.fixture
+def sqlite_world(sqlite_settings: Settings) -> Iterator[World]:
+    yield from open_world(sqlite_settings)

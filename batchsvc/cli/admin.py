@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.target import select
 from batchsvc.stack.datadir import DataDir
-from batchsvc.stack.options import read_state
+from batchsvc.stack.launch import wait_until_usable
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from batchsvc.cli.client import Client
     from batchsvc.db.session import Database
+
+_PATIENCE_S = 300.0
 
 
 class Admin(Protocol):
@@ -140,10 +142,12 @@ def _database_of(directory: DataDir) -> Database:
 
     directory.create()
     database = Database(directory.database_url)
-    if read_state(directory) is None:
-        lock = directory.lock()
-        try:
-            prepare_database(directory, database)
-        finally:
-            lock.release()
+    if directory.holder() is not None:
+        wait_until_usable(directory, (), _PATIENCE_S)
+        return database
+    lock = directory.lock()
+    try:
+        prepare_database(directory, database)
+    finally:
+        lock.release()
     return database

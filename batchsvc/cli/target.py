@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.datadir import DataDir, InUseError, Lock
 from batchsvc.stack.launch import Launched, launch, wait_until_usable
-from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Role, StackOptions
+from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Role, StackOptions, read_state
 
 if TYPE_CHECKING:
     from batchsvc.cli.client import Client
 
 _PATIENCE_S = 300.0  # another command's stack may be pulling a model
+_OTHERS_S = 10.0  # how long our stack stays for commands that use it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,24 @@ def opened(
         return
     directory = target.directory
     launched: Launched | None = None
+    joined: Lock | None = None
     try:
-        state = wait_until_usable(directory, roles, _PATIENCE_S)
-        if state is None:
-            launched = launch(stack_options(directory, roles=roles, purpose=purpose, model=model), console.say)
+        while True:
+            state = wait_until_usable(directory, roles, _PATIENCE_S)
+            if state is not None:
+                joined = directory.join()
+                if read_state(directory) == state:
+                    break
+                joined.release()
+                continue
+            try:
+                options = stack_options(directory, roles=roles, purpose=purpose, model=model)
+                launched = launch(options, console.say)
+            except InUseError:  # another command was faster
+                continue
             launched.listen(console.say)
             state = launched.state
+            break
         key = directory.api_key.read_text(encoding="utf-8").strip()
         with Client(state.url, key, is_local=True) as client:
             yield Session(client=client, target=target, is_own=launched is not None)
@@ -95,8 +108,12 @@ def opened(
             raise directory.explain(error) from error
         raise
     finally:
+        if joined is not None:
+            joined.release()
         if launched is not None:
+            closed = directory.close_to_others(_OTHERS_S)
             launched.stop()
+            closed.release()
 
 
 def stack_options(

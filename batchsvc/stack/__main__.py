@@ -14,6 +14,7 @@ import signal
 import sys
 
 from batchsvc.errors import ServiceError
+from batchsvc.stack.datadir import InUseError
 from batchsvc.stack.options import StackOptions, StackState
 from batchsvc.stack.supervisor import Supervisor
 
@@ -39,6 +40,9 @@ def main() -> int:
 
     try:
         Supervisor(options, lambda text: tell(say=text)).run(on_ready)
+    except InUseError as error:
+        tell(error=error.message, in_use=error.pid)
+        return 1
     except ServiceError as error:
         tell(error=error.message)
         return 1

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,7 +84,7 @@ class Child:
                 stderr=sink,
                 start_new_session=True,
             )
-        self.created = created_of(self.process.pid) or time.time()
+        self.created = created_of(self.process.pid) or 0.0
         self.state = "starting"
 
     def exit_code(self) -> int | None:

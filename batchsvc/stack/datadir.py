@@ -170,6 +170,24 @@ class DataDir:
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         return Lock(handle)
 
+    def join(self) -> Lock:
+        """Use another command's stack: its owner doesn't stop it before this is released, within reason."""
+        handle = os.open(self.run / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        return Lock(handle)
+
+    def close_to_others(self, patience_s: float) -> Lock:
+        """Wait until nobody has joined, at most `patience_s`; who comes later waits until this is released."""
+        handle = os.open(self.run / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        return Lock(handle)
+
     def holder(self) -> int | None:
         """The pid of the process that holds the lock, or None if nobody does."""
         try:

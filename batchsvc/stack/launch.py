@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from batchsvc.errors import UnavailableError
 from batchsvc.stack.child import inherited, is_same, rotate
-from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.datadir import DataDir, InUseError
 from batchsvc.stack.options import StackOptions, StackState, read_state
 
 STOP_S = 90.0
@@ -103,18 +103,24 @@ def wait_until_usable(directory: DataDir, roles: tuple[str, ...], limit_s: float
     """
     deadline = time.monotonic() + limit_s
     while True:
-        state = read_state(directory)
-        if state is None:
+        state, holder = read_state(directory), directory.holder()
+        if state is None and holder is None:
             return None
-        api = next((p for p in state.processes if p.name == "api"), None)
-        if set(roles) <= set(state.roles) and api is not None and api.state == "ready" and state.phase != "stopping":
+        if state is not None and is_usable(state, roles):
             return state
         if time.monotonic() > deadline:
+            says = state.phase if state else "starting"
             raise UnavailableError(
-                f"The stack in {directory.root} (pid {state.pid}, started by `batchsvc {state.purpose}`) is "
-                f"{state.phase}: try again later, or stop it with `batchsvc down --data-dir {directory.root}`."
+                f"The stack in {directory.root} (pid {holder}) is not ready ({says}): try again later, or stop it "
+                f"with `batchsvc down --data-dir {directory.root}`."
             )
         time.sleep(0.1)
+
+
+def is_usable(state: StackState, roles: tuple[str, ...]) -> bool:
+    """Whether a stack has these roles and its API answers."""
+    api = next((process for process in state.processes if process.name == "api"), None)
+    return set(roles) <= set(state.roles) and api is not None and api.state == "ready" and state.phase != "stopping"
 
 
 def _until_ready(process: subprocess.Popen[str], say: Callable[[str], None], directory: DataDir) -> StackState:
@@ -123,6 +129,8 @@ def _until_ready(process: subprocess.Popen[str], say: Callable[[str], None], dir
         event = _event(line)
         if "say" in event:
             say(str(event["say"]))
+        elif "in_use" in event:
+            raise InUseError(directory.root, int(str(event["in_use"])))
         elif "error" in event:
             raise UnavailableError(str(event["error"]))
         elif "ready" in event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -99,3 +99,11 @@ class StepOutput:
 
     new_tokens: dict[str, list[int]] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
+
+    def without(self, request_ids: Iterable[str]) -> StepOutput:
+        """The same, but for these requests."""
+        gone = set(request_ids)
+        return StepOutput(
+            {request_id: tokens for request_id, tokens in self.new_tokens.items() if request_id not in gone},
+            [completion for completion in self.completions if completion.request_id not in gone],
+        )

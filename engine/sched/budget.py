@@ -2,7 +2,8 @@
 
 A request is admitted while the predicted peak fits the pool. Sort sequences by the tokens they still write,
 r₁ ≥ r₂ ≥ …. When sequence i ends, after rᵢ more steps, sequences 1 … i are left and each has grown by rᵢ, so the
-private tokens are Σ_{j≤i} cⱼ + i·rᵢ; the peak is the largest of these sums, plus the blocks that several share.
+private tokens are Σ_{j≤i} cⱼ + i·rᵢ; the peak is the largest of these sums in whole blocks, plus the blocks that
+several share.
 
 How much a request will still write is a guess: `Forecast` learns it from those that ended.
 """
@@ -38,13 +39,20 @@ class Load(NamedTuple):
 
 
 def predicted_peak_blocks(loads: Iterable[Load], block_tokens: int) -> int:
-    """Most private blocks in use at once, if all sequences grow by one token a step. Exact up to the unused ends of
-    blocks, of which it assumes the worst: never too low."""
-    tokens = peak_tokens = 0
+    """Most private blocks in use at once, if all sequences grow by one token a step.
+
+    Blocks are counted exactly: with r = k·B + ρ and c = q·B + s, ⌈(c + r) / B⌉ is q + k + 1, one more where
+    s + ρ > B and one less where both are 0; so the ends s are counted by value, in O(B) a sequence.
+    """
+    ends = [0] * block_tokens  # how many sequences so far have how many tokens in their last block
+    whole_blocks = peak_blocks = 0
     for count, load in enumerate(sorted(loads, key=lambda load: -load.growth_tokens), 1):
-        tokens += load.private_tokens + block_tokens - 1
-        peak_tokens = max(peak_tokens, tokens + count * load.growth_tokens)
-    return peak_tokens // block_tokens
+        whole_blocks += load.private_tokens // block_tokens
+        ends[load.private_tokens % block_tokens] += 1
+        grown_blocks, rest = divmod(load.growth_tokens, block_tokens)
+        opened = count - ends[0] if rest == 0 else count + sum(ends[block_tokens - rest + 1 :])
+        peak_blocks = max(peak_blocks, whole_blocks + count * grown_blocks + opened)
+    return peak_blocks
 
 
 class Forecast:

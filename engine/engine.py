@@ -1,0 +1,221 @@
+"""The engine: requests in, completions out, one step at a time.
+
+    while engine.has_work():
+        plan   = scheduler.schedule()      engine/sched/scheduler.py   what to compute
+        result = runner.execute(plan)      engine/runner.py            tokens
+        ended  = scheduler.commit(plan, result)                        and their end: engine/text, engine/sample/stop.py
+
+`add` and `abort` may be called from any thread, everything else from the one that steps. A runner that raises leaves
+the engine unusable: the exception goes to whoever stepped, who knows from `add` what was under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from engine.cache.prefix import PrefixIndex
+from engine.cache.sequence import Sequence as RunningSequence
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.intake import EngineStats, Intake, refusal, run_requests
+from engine.request import Completion, FinishReason, Request, StepOutput, Usage
+from engine.sample.stop import StopMatcher
+from engine.sched.plan import StepPlan, StepResult
+from engine.sched.scheduler import Scheduler
+from engine.text import Detokenizer, TextModel, load_text
+
+__all__ = ["Engine", "EngineStats", "Runner"]
+
+_BACKLOG_STEPS = 4  # `run` reads ahead this many times as many requests as can run
+
+
+class Runner(Protocol):
+    """Executes plans in order. `layout_id` names the KV layout, `digest` the model; both are part of block keys."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    @property
+    def layout_id(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class Engine:
+    """One model on one device. Raises ModelError or ConfigError when it can't be served.
+
+    `scheduler` is open to read for tests and metrics. A `runner` given here is used with `text` as it is; without
+    one, both are loaded from `config.model`.
+    """
+
+    def __init__(self, config: EngineConfig, *, runner: Runner | None = None, text: TextModel | None = None) -> None:
+        if runner is None:
+            from engine.runner import ModelRunner
+
+            text = text or load_text(config.model)
+            runner = ModelRunner(config)
+        self._runner = runner
+        self._text = text
+        self._vocab_size, self._context_tokens = runner.vocab_size, runner.context_tokens
+        self._backlog = _BACKLOG_STEPS * config.max_running
+        index = PrefixIndex(block_tokens=config.block_tokens, layout=runner.layout_id, model=runner.digest)
+        self.scheduler = Scheduler(
+            num_blocks=runner.num_blocks,
+            block_tokens=config.block_tokens,
+            step_tokens=config.step_tokens,
+            max_running=config.max_running,
+            index=index if config.prefix_cache else None,
+            judge=self._judge,
+        )
+        self._intake = Intake(
+            lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
+        )
+        self._answers: dict[str, _Answer] = {}
+        self._output = StepOutput()
+        self._is_broken = False
+
+    def add(self, request: Request) -> None:
+        """Queues a request. One that can't be run ends as an error completion; raises RequestError only for an id
+        that is still under way. Thread-safe."""
+        self._intake.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish_reason ABORT in the next step; an unknown id is ignored. Thread-safe."""
+        self._intake.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to hand out."""
+        return self._intake.has_work() or self.scheduler.has_work()
+
+    def num_unfinished(self) -> int:
+        """Requests whose completion hasn't been handed out."""
+        return self._intake.num_unfinished()
+
+    def step(self) -> StepOutput:
+        """Computes one step and returns what it brought; without work, nothing."""
+        if self._is_broken:
+            raise EngineError("A step of this engine failed before; build a new one.")
+        try:
+            self._output = self._intake.take_held()
+            self._take_in()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                ended = self.scheduler.take_finished()
+            else:
+                ended = self.scheduler.commit(plan, self._runner.execute(plan))
+            self._complete(ended)
+            if ended and not self.scheduler.has_work():
+                self.scheduler.check_integrity()
+        except BaseException:
+            self._is_broken = True
+            raise
+        return self._output
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Runs requests and yields their completions in the order of the requests. May be called again and again,
+        also while another `run` is under way on the same thread; results of other requests wait for `step`."""
+        return run_requests(self, requests, backlog=self._backlog)
+
+    def hold(self, output: StepOutput) -> None:
+        """Keeps results for the caller of the next step, because they weren't for this one."""
+        self._intake.hold(output)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without a completion. On the thread that steps."""
+        if self._is_broken:
+            return
+        self._output = self._intake.take_held()
+        self._take_in()
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+        self._complete(self.scheduler.take_finished())
+        self._intake.hold(self._output.without(request_ids))
+
+    def stats(self) -> EngineStats:
+        """Counts since the start. Thread-safe."""
+        counters = self.scheduler.counters
+        return EngineStats(
+            waiting=self.scheduler.num_waiting,
+            running=self.scheduler.num_running,
+            steps=counters.steps,
+            used_blocks=self.scheduler.num_used_blocks,
+            num_blocks=self.scheduler.num_blocks,
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=counters.hit_tokens,
+            computed_tokens=counters.computed_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            mean_running=counters.chunks / max(counters.steps, 1),
+        )
+
+    def close(self) -> None:
+        """Takes no more requests."""
+        self._intake.close()
+
+    def _take_in(self) -> None:
+        for item in self._intake.take():
+            if isinstance(item, str):
+                self.scheduler.abort(item)
+                continue
+            self._answers[item.id] = _Answer(item, self._text, self._runner.eos_ids)
+            self.scheduler.add(item, self._context_tokens - len(item.prompt_ids))
+
+    def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
+        self._output.new_tokens.setdefault(seq.id, []).append(token_id)
+        return self._answers[seq.id].push(token_id)
+
+    def _complete(self, ended: list[RunningSequence]) -> None:
+        for seq in ended:
+            assert seq.finish_reason is not None, f"{seq.id} ended without a reason"
+            usage = Usage(seq.num_prompt_tokens, seq.hit_tokens or 0, len(seq.output_ids))
+            self._output.completions.append(
+                Completion(
+                    request_id=seq.id,
+                    token_ids=tuple(seq.output_ids),
+                    text=self._answers.pop(seq.id).text(),
+                    finish_reason=seq.finish_reason,
+                    usage=usage,
+                    error_code=seq.error_code,
+                    error_message=seq.error_message,
+                )
+            )
+        self._intake.done(seq.id for seq in ended)
+
+
+class _Answer:
+    """The growing text of one request, and whether it ends. Ends and stop strings count once there are more tokens
+    than `min_tokens`; the token that ends an answer is counted and is not in its text."""
+
+    def __init__(self, request: Request, text: TextModel | None, eos_ids: frozenset[int]) -> None:
+        params = request.params
+        self._min_tokens = params.min_tokens
+        self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
+        self._detokenizer = Detokenizer(text.tokenizer) if text is not None else None
+        self._stops = StopMatcher(params.stop)
+        self._pieces: list[str] = []
+        self._num_tokens = 0
+
+    def push(self, token_id: int) -> FinishReason | None:
+        self._num_tokens += 1
+        may_end = self._num_tokens > self._min_tokens
+        if may_end and token_id in self._end_ids:
+            return FinishReason.STOP
+        if self._detokenizer is None:
+            return None
+        piece = self._detokenizer.push(token_id)
+        self._pieces.append(self._stops.push(piece) if may_end else piece)
+        return FinishReason.STOP if self._stops.is_stopped else None
+
+    def text(self) -> str:
+        """The whole text; nothing may be pushed afterwards."""
+        if self._detokenizer is not None:
+            self._pieces.append(self._stops.push(self._detokenizer.finish()))
+            self._pieces.append(self._stops.finish())
+        return "".join(self._pieces)

@@ -45,6 +45,8 @@ def register(
 
 def resolve(session: Session, name: str, aliases: Mapping[str, Any] | None = None) -> Model | None:
     """The model behind a name, or None. `aliases` is the table that a batch has pinned; without it, today's."""
+    if not _is_name(name):  # PostgreSQL refuses to even look for a NUL or half a surrogate pair
+        return None
     if aliases is not None:
         row = queries.model(session, str(aliases.get(name, name)))
         return row if row is not None and row.alias_of is None else None
@@ -89,5 +91,9 @@ def list_models(session: Session) -> list[Model]:
 
 
 def _check_name(name: str, param: str) -> None:
-    if not name.strip() or len(name) > _NAME_CHARS or not name.isprintable():
+    if not _is_name(name):
         raise InvalidRequestError(f"A model's name must be 1 to {_NAME_CHARS} printable characters.", param=param)
+
+
+def _is_name(name: str) -> bool:
+    return bool(name.strip()) and len(name) <= _NAME_CHARS and name.isprintable()

@@ -40,6 +40,7 @@ def configure(level: str) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(logging.INFO, getattr(logging, level.upper())), force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every URL, queries and all
 
 
 def where(error: BaseException) -> dict[str, object]:

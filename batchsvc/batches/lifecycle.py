@@ -78,5 +78,7 @@ def move(
 
     `fence` names columns and the values that they must still have, such as {"plan_epoch": 3}.
     """
+    if not sources(to):
+        return False  # nothing leads to `validating`: a batch begins there
     changes: dict[str, Any] = {"status": to, _STAMPS[to]: now_ms, **(values or {})}
     return queries.update_batch(session, batch_id, from_=sources(to), fence=fence or {}, values=changes)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from batchsvc import ids
@@ -83,7 +83,8 @@ def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: 
     try:
         wanted = span(request.headers.get("range"), row.size_bytes)
     except UnsatisfiableRangeError:
-        return Response(status_code=416, headers={"Content-Range": f"bytes */{row.size_bytes}"})
+        refused = InvalidRequestError(f"The file has {row.size_bytes} bytes.", code="range_not_satisfiable")
+        return JSONResponse(refused.envelope(), 416, {"Content-Range": f"bytes */{row.size_bytes}"})
     start, end = wanted or (0, row.size_bytes)
     if wanted:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{row.size_bytes}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import httpx
 import openai
 import pytest
+import structlog
 import uvicorn
 
 from batchsvc.accounts import service as accounts
@@ -56,6 +57,7 @@ class Api:
     key: str = ""
     admin_key: str = ""
     clients: list[openai.OpenAI] = field(default_factory=list)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         """The official client; it never retries, so that a test sees each answer."""
@@ -67,7 +69,7 @@ class Api:
         """A plain HTTP call, with the project's key unless another (or None) is given."""
         headers = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
         headers |= arguments.pop("headers", {})
-        return httpx.request(method, self.url + path, headers=headers, timeout=60, trust_env=False, **arguments)
+        return self.http.request(method, self.url + path, headers=headers, **arguments)
 
     def new_project(self) -> tuple[str, str]:
         """Another tenant: its project id and its key."""
@@ -122,6 +124,7 @@ def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Ap
             "BATCHSVC_MAX_INPUT_BYTES": str(24 * 1024 * 1024),
         }
     )
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     migrate.upgrade(database_url)
     store, db, sent = ObjectStore(settings), Database(database_url), Recorder()
     store.ensure_bucket()
@@ -129,7 +132,9 @@ def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Ap
         billing.seed_prices(session)
         models.register(session, MODEL, "/models/tiny", digest=DIGEST, context_tokens=2048)
     with serving(settings, sent) as url:
-        yield Api(url, settings, db, store, sent)
+        made = Api(url, settings, db, store, sent)
+        yield made
+        made.http.close()
     db.dispose()
 
 

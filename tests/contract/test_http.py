@@ -1,0 +1,260 @@
+"""HTTP around the objects: keys on every route, one envelope for every error, ids, health, metrics."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from batchsvc.app import create_app
+from batchsvc.dispatch import NullDispatcher
+from batchsvc.settings import Settings
+from tests.contract.conftest import MODEL, Api, serving
+
+OPEN = {"/livez", "/readyz", "/metrics"}
+LINE = b'{"custom_id":"1"}\n'
+
+
+def routes(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Every (method, path template) that the application answers."""
+    app: FastAPI = create_app(settings, NullDispatcher())
+    for route in _flat(app.routes):
+        for method in route.methods:
+            yield method, route.path
+
+
+def _flat(found: Any) -> Iterator[APIRoute]:
+    for route in found:
+        if isinstance(route, APIRoute):
+            yield route
+        elif hasattr(route, "effective_route_contexts"):
+            yield from route.effective_route_contexts()
+
+
+def envelope(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, which must be OpenAI's envelope and nothing else."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"].startswith("req_")
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] and "Traceback" not in answer.text
+    return dict(body["error"])
+
+
+def test_every_route_needs_a_key(api: Api) -> None:
+    walked = 0
+    for method, template in routes(api.settings):
+        if template in OPEN:
+            continue
+        path = template.split("{")[0] + ("x" if "{" in template else "") + ("/cancel" if "cancel" in template else "")
+        for key in (None, "sk-wrong", "sk_00000000_" + "x" * 49):
+            error = envelope(api.call(method, path, key, json={"not": "judged"}), 401)
+            assert error["type"] == "authentication_error"
+        walked += 1
+    assert walked >= 18
+
+
+def test_another_projects_objects_are_not_there(api: Api) -> None:
+    file = upload(api).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = api.call("POST", "/v1/batches", json=body).json()["id"]
+    _, foreign = api.new_project()
+    walked = 0
+    for method, template in routes(api.settings):
+        if "{file_id}" in template or "{batch_id}" in template:
+            path = template.replace("{file_id}", file).replace("{batch_id}", batch)
+            envelope(api.call(method, path, foreign), 404)
+            walked += 1
+    assert walked == 5
+    for listing in ("/v1/files", "/v1/batches"):
+        assert api.call("GET", listing, foreign).json()["data"] == []
+        assert envelope(api.call("GET", f"{listing}?after={file}", foreign), 400)["param"] == "after"
+    assert envelope(api.call("POST", "/v1/batches", foreign, json=body), 400)["param"] == "input_file_id"
+    assert api.call("GET", f"/v1/batches/{batch}").json()["status"] == "validating"
+
+
+def test_only_the_admin_key_manages(api: Api) -> None:
+    for method, path in (("GET", "/v1/admin/keys"), ("DELETE", "/v1/admin/keys/x"), ("POST", "/v1/admin/aliases")):
+        assert envelope(api.call(method, path), 403)["code"] == "admin_only"
+    made = api.call("POST", "/v1/admin/keys", api.admin_key, json={"name": "ci"}).json()
+    assert made["project_id"] == api.project_id and not made["is_admin"]
+    assert api.call("GET", "/v1/files", made["key"]).status_code == 200
+    listed = api.call("GET", "/v1/admin/keys", api.admin_key)
+    assert made["id"] in [key["id"] for key in listed.json()["data"]]
+    assert made["key"] not in listed.text and "hash" not in listed.text
+    revoked = api.call("DELETE", f"/v1/admin/keys/{made['id']}", api.admin_key).json()
+    assert revoked["revoked_at"] is not None
+    envelope(api.call("GET", "/v1/files", made["key"]), 401)
+    envelope(api.call("DELETE", "/v1/admin/keys/nope", api.admin_key), 404)
+
+
+def test_aliases_over_http(api: Api) -> None:
+    def admin(method: str, path: str, **arguments: object) -> httpx.Response:
+        return api.call(method, path, api.admin_key, **arguments)
+
+    made = admin("POST", "/v1/admin/aliases", json={"name": "org/gpt-4o-mini", "target": MODEL}).json()
+    assert (made["id"], made["alias_of"]) == ("org/gpt-4o-mini", MODEL)
+    seen = api.call("GET", "/v1/models/org/gpt-4o-mini").json()
+    assert seen["digest"] == made["digest"] and len(seen["digest"]) == 64
+    assert [model["id"] for model in api.call("GET", "/v1/models").json()["data"]] == [MODEL, "org/gpt-4o-mini"]
+    assert envelope(admin("POST", "/v1/admin/aliases", json={"name": "x", "target": "nope"}), 404)["param"] == "target"
+    envelope(admin("POST", "/v1/admin/aliases", json={"name": MODEL, "target": MODEL}), 400)
+    assert admin("DELETE", "/v1/admin/aliases/org/gpt-4o-mini").json()["deleted"]
+    envelope(admin("DELETE", "/v1/admin/aliases/org/gpt-4o-mini"), 404)
+    register = {"name": "second", "path": "/m", "digest": "cd" * 32, "context_tokens": 8}
+    assert admin("POST", "/v1/admin/models", json=register).json()["weight_format"] == "bf16"
+    assert envelope(admin("POST", "/v1/admin/models", json={**register, "digest": "x"}), 400)["param"] == "digest"
+
+
+def test_errors_of_http_itself(api: Api) -> None:
+    assert envelope(api.call("GET", "/v1/nope"), 404)["code"] == "unknown_url"
+    envelope(api.call("GET", "/"), 404)
+    envelope(api.call("GET", "/v1/files/"), 404)
+    refused = api.call("PUT", "/v1/batches")
+    assert envelope(refused, 405)["code"] == "method_not_allowed"
+    assert envelope(api.call("POST", "/v1/batches", content=b"{nope"), 400)["code"] == "invalid_json"
+    assert envelope(api.call("POST", "/v1/batches", json=[]), 400)["code"] == "invalid_json"
+    assert envelope(api.call("POST", "/v1/batches", content=b"[" * 100_000), 400)
+    assert envelope(api.call("POST", "/v1/batches", json={}), 400)["code"] == "missing_required_parameter"
+    surrogate = b'{"input_file_id":"\\ud800","endpoint":"a","completion_window":"b"}'
+    envelope(api.call("POST", "/v1/batches", content=surrogate, headers={"content-type": "application/json"}), 400)
+    assert envelope(api.call("POST", "/v1/batches", content=b" " * 3_000_000), 413)["code"] == "body_too_large"
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("order=up", "order"),
+        ("after=batch_nope", "after"),
+    ):
+        assert envelope(api.call("GET", f"/v1/batches?{query}"), 400)["param"] == param
+    assert envelope(api.call("GET", "/v1/files?limit=10001"), 400)["param"] == "limit"
+    for odd in ("/v1/batches/%00", "/v1/files/%00", "/v1/files/%ff%fe", "/v1/models/%00", "/v1/files/" + "x" * 5000):
+        assert envelope(api.call("GET", odd), api.call("GET", odd).status_code)
+        assert api.call("GET", odd).status_code in (400, 404)
+
+
+def test_a_get_changes_nothing(api: Api) -> None:
+    file = upload(api).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = api.call("POST", "/v1/batches", json=body).json()
+    for _ in range(3):
+        assert api.call("GET", f"/v1/files/{file['id']}").json() == file
+        assert api.call("GET", f"/v1/batches/{batch['id']}").json() == batch
+
+
+def test_health(api: Api) -> None:
+    assert api.call("GET", "/livez", None).json() == {"status": "ok"}
+    ready = api.call("GET", "/readyz", None)
+    assert ready.status_code == 200
+    assert ready.json() == {"status": "ready", "parts": {"database": "ok", "store": "ok", "redis": "ok"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "state", "part"),
+    [
+        ({"redis_url": "redis://127.0.0.1:9/0"}, 200, "degraded", "redis"),
+        ({"s3_endpoint": "http://127.0.0.1:9"}, 503, "unready", "store"),
+        ({"database_url": "sqlite:////nowhere/at/all.sqlite3"}, 503, "unready", "database"),
+    ],
+)
+def test_health_names_the_part_that_is_down(
+    api: Api, change: dict[str, str], status: int, state: str, part: str
+) -> None:
+    settings = api.settings.model_copy(update=change)
+    with serving(settings, NullDispatcher()) as url:
+        answer = httpx.get(f"{url}/readyz", trust_env=False, timeout=60)
+        assert answer.status_code == status
+        assert answer.json()["status"] == state
+        assert {name for name, says in answer.json()["parts"].items() if says != "ok"} == {part}
+        assert api.settings.s3_secret_key not in answer.text
+        assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+        if part == "database":
+            call = httpx.get(f"{url}/v1/files", headers={"Authorization": f"Bearer {api.key}"}, trust_env=False)
+            assert envelope(call, 503)["code"] == "database_unavailable"
+        if part == "store":
+            files = {"file": ("a.jsonl", LINE)}
+            call = httpx.post(
+                f"{url}/v1/files",
+                headers={"Authorization": f"Bearer {api.key}"},
+                files=files,
+                data={"purpose": "batch"},
+                trust_env=False,
+                timeout=60,
+            )
+            assert envelope(call, 503)["code"] == "store_unavailable"
+
+
+def test_metrics(api: Api) -> None:
+    file = upload(api).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    api.call("POST", "/v1/batches", json=body)
+    text = api.call("GET", "/metrics", None).text  # no key from this machine
+    counts = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
+    assert counts['batchsvc_batches{status="validating"}'] >= 1
+    assert counts['batchsvc_batches{status="expired"}'] == 0
+
+
+def test_a_bug_is_a_500_that_tells_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that nobody foresaw: the answer has the request's id, neither the message nor the place."""
+
+    def broken(*_arguments: object) -> None:
+        raise RuntimeError("a secret in a message")
+
+    monkeypatch.setattr("batchsvc.files.routes.file_object", broken)
+    made = upload(api)
+    error = envelope(made, 500)
+    assert error["code"] == "internal_error"
+    assert made.headers["x-request-id"] in error["message"]
+    assert "secret" not in made.text and "RuntimeError" not in made.text and ".py" not in made.text
+
+
+@pytest.mark.parametrize("server", ["sqlite"], indirect=True)
+def test_logs_hold_no_key_and_no_body(api: Api) -> None:
+    """A process of its own, because its logs are what it writes: planted words must not be in them."""
+    script = """
+import sys, threading, time, httpx
+from batchsvc import logs
+from batchsvc.settings import Settings
+from batchsvc.dispatch import NullDispatcher
+logs.configure("debug")
+from tests.contract.conftest import serving
+settings = Settings.from_env()
+with serving(settings, NullDispatcher()) as url:
+    auth = {"Authorization": "Bearer " + sys.argv[1]}
+    call = dict(headers=auth, trust_env=False, timeout=60)
+    files = {"file": ("canary-name.jsonl", b"canary-content")}
+    httpx.post(url + "/v1/files", files=files, data={"purpose": "batch"}, **call)
+    httpx.post(url + "/v1/batches", json={"metadata": {"x": "canary-metadata"}, "input_file_id": "canary-id"}, **call)
+    httpx.get(url + "/v1/files?after=canary-after", **call)
+    httpx.get(url + "/v1/files", headers={"Authorization": "Bearer canary-key"}, trust_env=False)
+print("served", file=sys.stderr)
+"""
+    s = api.settings
+    env = {
+        "DATABASE_URL": s.database_url,
+        "REDIS_URL": s.redis_url,
+        "AWS_ENDPOINT_URL_S3": str(s.s3_endpoint),
+        "AWS_ACCESS_KEY_ID": str(s.s3_access_key),
+        "AWS_SECRET_ACCESS_KEY": str(s.s3_secret_key),
+        "BATCHSVC_BUCKET": s.bucket,
+        "PATH": "",
+    }
+    done = subprocess.run([sys.executable, "-c", script, api.key], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stderr.rstrip().endswith("served"), done.stderr
+    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert [event["status"] for event in events if event["event"] == "request.served"] == [200, 400, 400, 401]
+    assert "canary" not in done.stderr
+    for secret in (api.key, str(s.s3_secret_key), s.redis_url.split("@")[0]):
+        assert secret not in done.stderr
+
+
+def upload(api: Api, key: str = "") -> httpx.Response:
+    return api.call("POST", "/v1/files", key, files={"file": ("in.jsonl", LINE)}, data={"purpose": "batch"})

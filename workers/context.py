@@ -91,9 +91,8 @@ def new_owner() -> str:
 
 
 def _engine(settings: Settings, path: Path) -> EngineLike:
-    from engine.engine import Engine
-
     from engine.config import EngineConfig
+    from engine.engine import Engine
 
     return Engine(
         EngineConfig(

@@ -18,6 +18,7 @@ from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, line_cost_nanos
 from engine.request import Completion, FinishReason, Request, SamplingParams
 
+_OWN_FAULT = {"context_length_exceeded", "invalid_value"}  # codes of requests that no engine could run
 _ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -76,8 +77,9 @@ def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> li
     if completion.finish_reason is FinishReason.ABORT:
         return []
     if completion.finish_reason is FinishReason.ERROR:
+        code = completion.error_code or "engine_error"
         says = completion.error_message or "The engine could not run this request."
-        return to_errors(unit, open_row, code=completion.error_code or "engine_error", message=says, status=500)
+        return to_errors(unit, open_row, code=code, message=says, status=400 if code in _OWN_FAULT else 500)
     return [FinishedLine(bit, _answer(unit, open_row.row, member, completion)) for bit, member in open_row.members]
 
 

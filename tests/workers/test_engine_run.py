@@ -1,0 +1,255 @@
+"""One engine worker in this process: pump, leases and writer on the real database and store, with the fake engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+import pytest
+from sqlalchemy import select
+
+from batchsvc.batches import unit_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Worker
+from batchsvc.db.session import Database
+from batchsvc.dispatch import NullDispatcher
+from batchsvc.errors import UnavailableError
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from engine.fake import FakeEngine
+from engine.request import Request, StepOutput
+from tests.workers.conftest import DIGEST, World
+from tests.workers.helpers import finish, put_part
+from workers.finalize import Finalizer
+from workers.pump import EngineLike
+from workers.step import EngineRun
+
+LIVENESS_S = 30
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIVENESS_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIVENESS_S} s: {what}"
+        time.sleep(0.02)
+
+
+class Hints(NullDispatcher):
+    """Remembers which batches were named as ready to be finalized."""
+
+    def __init__(self) -> None:
+        self.finalized: deque[str] = deque()
+
+    def finalize(self, batch_id: str) -> None:
+        self.finalized.append(batch_id)
+
+
+@contextmanager
+def worker(
+    world: World, engine: EngineLike | None = None, *, store: ObjectStore | None = None, name: str = "w", **changes: Any
+) -> Iterator[EngineRun]:
+    settings: Settings = world.settings.model_copy(update={"poll_s": 0.05, **changes})
+    run = EngineRun(
+        settings,
+        Database(settings.database_url),
+        store or world.store,
+        Hints(),
+        engine or FakeEngine(None),
+        digest=DIGEST,
+        owner=f"host:1:{name}",
+        on_failure=lambda: None,
+    )
+    run.start()
+    try:
+        yield run
+    finally:
+        run.signalled()
+        run.signalled()
+        run.drain()
+
+
+def completed(world: World, batch_id: str) -> Callable[[], bool]:
+    return lambda: world.batch(batch_id).completed + world.batch(batch_id).failed == world.batch(batch_id).total
+
+
+def finalized(world: World, batch_id: str, status: Status) -> None:
+    assert Finalizer(world.settings, world.db, world.store, "f").finalize(batch_id)
+    world.judge(batch_id, status)
+
+
+def test_batches_run_side_by_side_to_their_end(world: World) -> None:
+    batches = [world.add_batch(num_lines=40, unit_lines=8, fold=fold) for fold in (1, 2, 3)]
+    with worker(world) as run:
+        for batch_id in batches:
+            until(completed(world, batch_id), "all lines")
+        hints: Any = run._dispatcher
+        until(lambda: set(hints.finalized) == set(batches), "the finalizer is called as soon as the last unit is done")
+        with world.db.reading() as session:
+            assert session.scalars(select(Worker.model_digest)).all() == [DIGEST]
+    for batch_id in batches:
+        finalized(world, batch_id, Status.COMPLETED)
+    with world.db.reading() as session:
+        assert not session.scalars(select(Worker)).all(), "a worker that ends in order leaves no row"
+
+
+def test_the_waiting_set_is_bounded_and_mixes_batches(sqlite_world: World) -> None:
+    world = sqlite_world
+    batches = [world.add_batch(num_lines=10, unit_lines=5) for _ in range(3)]
+    waiting: list[int] = []
+    seen_together: set[frozenset[str]] = set()
+
+    class Watched(FakeEngine):
+        def step(self) -> StepOutput:
+            output = super().step()
+            waiting.append(self.num_unfinished() - len(self._running))
+            together = [*self._running, *(done.request_id for done in output.completions)]
+            seen_together.add(frozenset(request_id.split(":")[0] for request_id in together))
+            return output
+
+    with worker(world, Watched(None, max_running=4, tokens_per_s=60), waiting_requests=5):
+        for batch_id in batches:
+            until(completed(world, batch_id), "all lines")
+    assert max(waiting) <= 5 + 1, "a request that the engine is just about to start may be counted once more"
+    batch_of = {unit.id: batch_id for batch_id in batches for unit in world.units(batch_id)}
+    assert any(len({batch_of[unit_id] for unit_id in units}) > 1 for units in seen_together)
+
+
+def test_cancelling_keeps_what_is_finished(world: World) -> None:
+    batch_id = world.add_batch(num_lines=60, unit_lines=20, max_tokens=8)
+    with worker(world, FakeEngine(None, max_running=4, tokens_per_s=60)):
+        until(lambda: world.batch(batch_id).completed > 0, "a first part")
+        world.set_batch(batch_id, status=Status.CANCELLING, cancelling_ms=2**45)
+        until(lambda: all(unit.state != "leased" for unit in world.units(batch_id)), "the leases are given back")
+        finalized(world, batch_id, Status.CANCELLED)
+    batch = world.batch(batch_id)
+    assert 0 < batch.completed < 60
+
+
+def test_a_unit_taken_away_is_dropped_and_run_by_its_new_owner(world: World) -> None:
+    batch_id = world.add_batch(num_lines=30, unit_lines=30, max_tokens=8)
+    with worker(world, FakeEngine(None, max_running=2, tokens_per_s=30), flush_s=0.2) as run:
+        until(lambda: world.batch(batch_id).completed > 0, "a first part")
+        world.set_units(batch_id, lease_ms=0)
+        with world.db.transaction() as session:
+            assert unit_queries.free_expired(session) == 1
+            mine = unit_queries.claim(session, DIGEST, "other", 30, 1)[0]
+        until(lambda: run._units.num_live() == 0, "the old owner lets go")
+        lines = finish(world, mine)
+        part = put_part(world, mine, lines)
+        assert world.db.run(lambda session: unit_queries.commit_part(session, mine.id, mine.epoch, part))
+    finalized(world, batch_id, Status.COMPLETED)
+    assert {part.epoch for part in world.parts(batch_id)} == {1, 2}
+
+
+def test_a_drain_finishes_what_runs_and_frees_the_rest(world: World) -> None:
+    batch_id = world.add_batch(num_lines=40, unit_lines=20, max_tokens=8)
+    with worker(world, FakeEngine(None, max_running=4, tokens_per_s=60), flush_s=60) as run:
+        until(lambda: run._units.num_live() > 0 and run._engine.stats().output_tokens > 20, "some work")
+        run.signalled()
+        run.drain()
+    units = world.units(batch_id)
+    assert {unit.state for unit in units} == {"ready"} and {unit.crash_count for unit in units} == {0}
+    assert 0 < world.batch(batch_id).completed < 40
+    with worker(world, name="next"):
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+
+
+def test_an_engine_that_fails_ends_the_worker_with_one_sentence(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=8, unit_lines=4)
+
+    class Fails(FakeEngine):
+        def step(self) -> StepOutput:
+            output = super().step()
+            if self._steps == 3:
+                raise RuntimeError("out of memory\nwith details")
+            return output
+
+    with worker(world, Fails(None, max_running=2)) as run:
+        until(lambda: run.failure is not None, "the failure")
+        assert run.failure == "The engine worker stopped: RuntimeError: out of memory"
+        run.drain()
+    assert {unit.crash_count for unit in world.units(batch_id)} <= {0, 1}
+    assert sum(unit.crash_count for unit in world.units(batch_id)) >= 1
+    assert all(unit.state in {"ready", "done"} for unit in world.units(batch_id))
+    with worker(world, name="next"):
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+
+
+def test_a_store_that_is_away_costs_time_only(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=24, unit_lines=4)
+    away = [True]
+
+    class Flaky(ObjectStore):
+        def put(self, key: str, data: bytes, *, content_type: str = "application/octet-stream") -> str:
+            if away[0]:
+                if len(data) % 2:
+                    super().put(key, data)  # stored, but the answer is lost
+                raise UnavailableError("The object store doesn't answer.")
+            return super().put(key, data, content_type=content_type)
+
+    with worker(world, store=Flaky(world.settings), waiting_requests=4, lease_s=30) as run:
+        until(lambda: run._writer.is_troubled, "the trouble is seen")
+        live = run._units.num_live()
+        time.sleep(0.3)
+        assert run._units.num_live() <= live + 1, "nothing more is claimed"
+        assert world.batch(batch_id).completed == 0
+        away[0] = False
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+
+
+def test_a_worker_that_cannot_renew_fences_itself(sqlite_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=30, unit_lines=30, max_tokens=8)
+    monkeypatch.setattr("workers.lease.LeaseKeeper._renew", lambda self: None)
+    with worker(world, FakeEngine(None, max_running=1, tokens_per_s=8), lease_s=0.6, renew_s=0.1) as run:
+        until(lambda: run._units.num_live() > 0, "a claim")
+        before = world.units(batch_id)[0]
+        run._units.is_draining = True
+        until(lambda: run._units.num_live() == 0, "the unit is given up")
+        assert world.units(batch_id)[0].epoch == before.epoch, "it writes nothing, it waits for the reaper"
+
+
+def test_a_request_that_cannot_run_is_an_error_line(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=6, unit_lines=3)
+
+    class Picky(FakeEngine):
+        def add(self, request: Request) -> None:
+            if request.id.endswith(":1"):
+                self._vocab_size = 2
+            super().add(request)
+            self._vocab_size = 1 << 16
+
+    with worker(world, Picky(None)):
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+    batch, errors = world.batch(batch_id), world.result(batch_id, "error")
+    assert (batch.completed, batch.failed) == (4, 2)
+    for line in errors:
+        assert line["response"]["status_code"] == 400
+        assert line["response"]["body"]["error"]["code"] == "invalid_value", orjson.dumps(line)
+
+
+def test_tickets_block_until_there_is_room(sqlite_world: World) -> None:
+    world = sqlite_world
+    world.add_batch(num_lines=12, unit_lines=4, max_tokens=8)
+    with worker(world, FakeEngine(None, max_running=1, tokens_per_s=1), waiting_requests=3, poll_s=600) as run:
+        until(lambda: run._units.admit(), "the first ticket claims")
+        until(lambda: run._units._room <= 0, "the waiting set is full")
+        blocked = threading.Thread(target=run.admit, daemon=True)
+        blocked.start()
+        time.sleep(0.3)
+        assert blocked.is_alive() and run._units.num_live() <= 2
+        run.signalled()
+        blocked.join(LIVENESS_S)
+        assert not blocked.is_alive(), "a drain lets the ticket go"

@@ -59,6 +59,8 @@ class OracleRunner:
     context_tokens: int = 10**9
     vocab_size: int = VOCAB
     eos_ids: frozenset[int] = frozenset({EOS})
+    layout_id: str = "oracle"
+    digest: str = "model"
     fail_at: dict[str, int] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     last_sampled: dict[str, int] = field(default_factory=dict)
@@ -76,9 +78,9 @@ class OracleRunner:
         for block in plan.freed_blocks:
             for offset in range(size):
                 self.memory[block, offset] = POISON
-        for copy in plan.copies:
-            for offset in range(size):
-                self.memory[copy.target, offset] = self.memory.get((copy.source, offset), POISON)
+        read = {(copy, o): self.memory.get((copy.source, o), POISON) for copy in plan.copies for o in range(size)}
+        for (copy, offset), token in read.items():
+            self.memory[copy.target, offset] = token
 
         ids = {chunk.seq_id: self._resolve(chunk.seq_id, chunk.token_ids) for chunk in plan.chunks}
         assert len(ids) == len(plan.chunks), "one chunk a sequence"

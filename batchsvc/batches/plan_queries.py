@@ -119,7 +119,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         return False
     batch.plan_epoch += 1
     batch.plan_owner, batch.plan_lease_ms = owner, now + _ms(lease_s)
-    file = files.find(session, batch.project_id, batch.input_file_id)
+    file = files.find_stored(session, batch.project_id, batch.input_file_id)
     windows = session.scalars(select(Window).where(Window.batch_id == batch_id).order_by(Window.no)).all()
     last_unit = session.scalar(select(func.max(Unit.no)).where(Unit.batch_id == batch_id))
     return PlanClaim(

@@ -39,7 +39,7 @@ def create_batch(session: Session, caller: Caller, body: CreateBatch, *, is_retr
     """
     _check(body)
     now = database_now_ms(session)
-    file = files.find(session, caller.project_id, body.input_file_id)
+    file = files.find_for_batch(session, caller.project_id, body.input_file_id)
     if file is None:
         raise InvalidRequestError(
             f"input_file_id: there is no file {body.input_file_id[:64]}.", code="invalid_request", param="input_file_id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import Select, or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -14,14 +14,23 @@ from batchsvc.files.tables import File
 
 def file(session: Session, project_id: str, file_id: str, now_ms: int) -> File | None:
     """One file of a project that is still there."""
-    return session.scalars(
-        select(File).where(File.id == file_id, File.project_id == project_id, _is_there(now_ms))
-    ).first()
+    return session.scalars(_one(project_id, file_id).where(_is_there(now_ms))).first()
+
+
+def locked_file(session: Session, project_id: str, file_id: str, now_ms: int, *, shared: bool) -> File | None:
+    """The same, locked till the transaction ends, so that no batch begins to read a file while it is deleted."""
+    found = _one(project_id, file_id).where(_is_there(now_ms)).with_for_update(read=shared)
+    return session.scalars(found.execution_options(populate_existing=True)).first()
+
+
+def stored_file(session: Session, project_id: str, file_id: str) -> File | None:
+    """One file of a project that nobody has deleted, even if its life is over."""
+    return session.scalars(_one(project_id, file_id).where(File.deleted_ms.is_(None))).first()
 
 
 def cursor(session: Session, project_id: str, file_id: str) -> Cursor | None:
     """Where a file stands in the listing; a deleted one keeps its place, so that a walk over pages goes on."""
-    row = session.scalars(select(File).where(File.id == file_id, File.project_id == project_id)).first()
+    row = session.scalars(_one(project_id, file_id)).first()
     return Cursor(row.created_ms, row.id) if row else None
 
 
@@ -42,10 +51,9 @@ def files(
     return list(session.scalars(page(wanted, File.created_ms, File.id, after, limit, ascending)))
 
 
-def mark_deleted(session: Session, file_id: str, now_ms: int) -> bool:
-    """Delete a file; False if somebody else just did."""
-    mark = update(File).where(File.id == file_id, File.deleted_ms.is_(None)).values(deleted_ms=now_ms)
-    return bool(session.execute(mark.returning(File.id)).all())
+def mark_deleted(session: Session, file_id: str, now_ms: int) -> None:
+    """Delete a file that is locked."""
+    session.execute(update(File).where(File.id == file_id).values(deleted_ms=now_ms))
 
 
 def expired(session: Session, now_ms: int, limit: int) -> list[File]:
@@ -57,6 +65,10 @@ def expired(session: Session, now_ms: int, limit: int) -> list[File]:
 def known_keys(session: Session, s3_keys: Collection[str]) -> set[str]:
     """Those of these objects that belong to a file that nobody has deleted."""
     return set(session.scalars(select(File.s3_key).where(File.s3_key.in_(s3_keys), File.deleted_ms.is_(None))))
+
+
+def _one(project_id: str, file_id: str) -> Select[File]:
+    return select(File).where(File.id == file_id, File.project_id == project_id)
 
 
 def _is_there(now_ms: int) -> ColumnElement[bool]:

@@ -21,7 +21,7 @@ from batchsvc.files.tables import File
 from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.http.ranges import UnsatisfiableRangeError, span
-from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink
+from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink, check_length
 from batchsvc.store import keys
 
 router = APIRouter(prefix="/v1/files")
@@ -34,6 +34,7 @@ async def create_file(request: Request, caller: CallerDep, context: ContextDep) 
     file_id = ids.file_id()
     key = keys.input_file(caller.project_id, file_id)
     form = Form(request.headers.get("content-type"))
+    check_length(request.headers.get("content-length"), context.settings.max_input_bytes)
     sink = StoreSink(context.store, key, context.settings.max_input_bytes)
     try:
         filename, life_s = await _receive(request, form, sink, context.settings.file_ttl_s)

@@ -84,17 +84,19 @@ def add_result(
     )
 
 
-def find(session: Session, project_id: str, file_id: str) -> File | None:
-    """A file of this project that is still there, or None."""
-    return queries.file(session, project_id, file_id, database_now_ms(session))
+def find_for_batch(session: Session, project_id: str, file_id: str) -> File | None:
+    """A file that a new batch may read, or None; it can't be deleted before this transaction ends."""
+    return queries.locked_file(session, project_id, file_id, database_now_ms(session), shared=True)
+
+
+def find_stored(session: Session, project_id: str, file_id: str) -> File | None:
+    """A file that a running batch reads, or None; its life may be over, its bytes are kept for the batch."""
+    return queries.stored_file(session, project_id, file_id)
 
 
 def get(session: Session, project_id: str, file_id: str) -> File:
-    """A file of this project. Raises NotFoundError."""
-    row = find(session, project_id, file_id)
-    if row is None:
-        raise NotFoundError(f"No such File object: {file_id}", param="id")
-    return row
+    """A file of this project that is still there. Raises NotFoundError."""
+    return _found(queries.file(session, project_id, file_id, database_now_ms(session)), file_id)
 
 
 def list_files(session: Session, project_id: str, page: PageArgs, purpose: str | None) -> list[File]:
@@ -122,7 +124,8 @@ def delete(
     discard: Callable[[Session, str], None],
 ) -> File:
     """Delete a file unless a batch still reads it. `discard` has the object removed later."""
-    row = get(session, project_id, file_id)
+    now = database_now_ms(session)
+    row = _found(queries.locked_file(session, project_id, file_id, now, shared=False), file_id)
     user = live_batch_of(session, row.id)
     if user is not None:
         raise InvalidRequestError(
@@ -130,8 +133,8 @@ def delete(
             code="file_in_use",
             param="id",
         )
-    if queries.mark_deleted(session, row.id, database_now_ms(session)):
-        discard(session, row.s3_key)
+    queries.mark_deleted(session, row.id, now)
+    discard(session, row.s3_key)
     return row
 
 
@@ -144,7 +147,8 @@ def expire(
     """Delete files whose life is over, a bounded number at once. An input that a batch still reads stays till later."""
     now, taken = database_now_ms(session), 0
     for row in queries.expired(session, now, _EXPIRE_AT_ONCE):
-        if live_batch_of(session, row.id) is None and queries.mark_deleted(session, row.id, now):
+        if live_batch_of(session, row.id) is None:
+            queries.mark_deleted(session, row.id, now)
             discard(session, row.s3_key)
             taken += 1
     return taken
@@ -187,6 +191,12 @@ def check_purpose(purpose: str | None) -> None:
             code="invalid_purpose",
             param="purpose",
         )
+
+
+def _found(row: File | None, file_id: str) -> File:
+    if row is None:
+        raise NotFoundError(f"No such File object: {file_id}", param="id")
+    return row
 
 
 def _add(session: Session, row: File) -> File:

@@ -24,6 +24,7 @@ _PART_BYTES = 8 * 1024 * 1024
 _MAX_PARTS = 9_000  # S3 takes 10,000
 _MAX_FIELDS = 16
 _MAX_FIELD_BYTES = 4_096
+_MAX_FRAME_BYTES = 1_048_576  # what a form may add to its file: fields, headers, boundaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,7 @@ class StoreSink:
         """Take bytes; uploads a part when one is full. Raises TooLargeError over the limit."""
         self._size_bytes += len(data)
         if self._size_bytes > self._max_bytes:
-            raise TooLargeError(
-                f"The file is over {self._max_bytes} bytes, the most that one upload may have: split it.",
-                code="file_too_large",
-                param="file",
-            )
+            raise _too_large(self._max_bytes)
         self._buffer += data
         if len(self._buffer) >= self._part_bytes:
             await run_in_threadpool(self._send_part)
@@ -198,6 +195,20 @@ class StoreSink:
         if self._buffer:
             self._send_part()
         return self._store.complete_multipart(self._key, self._upload_id, self._etags)
+
+
+def check_length(header: str | None, max_bytes: int) -> None:
+    """Refuse a body that says itself that its file is too large, before a byte of it is read."""
+    if header and header.isdigit() and int(header) > max_bytes + _MAX_FRAME_BYTES:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> TooLargeError:
+    return TooLargeError(
+        f"The file is over {max_bytes} bytes, the most that one upload may have: split it.",
+        code="file_too_large",
+        param="file",
+    )
 
 
 def _quietly(work: Callable[[], T]) -> T | None:

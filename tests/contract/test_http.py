@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from fastapi.testclient import TestClient
 
 from batchsvc.app import create_app
 from batchsvc.dispatch import NullDispatcher
@@ -200,6 +201,12 @@ def test_metrics(api: Api) -> None:
     counts = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
     assert counts['batchsvc_batches{status="validating"}'] >= 1
     assert counts['batchsvc_batches{status="expired"}'] == 0
+
+
+def test_metrics_need_a_key_from_elsewhere(api: Api) -> None:
+    elsewhere = TestClient(create_app(api.settings, NullDispatcher()), client=("192.0.2.7", 50_000))
+    assert envelope(elsewhere.get("/metrics"), 401)
+    assert elsewhere.get("/metrics", headers={"Authorization": f"Bearer {api.key}"}).status_code == 200
 
 
 def test_a_bug_is_a_500_that_tells_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -216,6 +217,17 @@ def test_a_file_that_a_batch_reads_is_not_deleted(api: Api) -> None:
     assert refused.value.code == "file_in_use"
     client.batches.cancel(made.id)
     assert client.files.delete(made.input_file_id).deleted
+
+
+def test_no_batch_begins_on_a_file_that_is_deleted_at_the_same_time(api: Api) -> None:
+    client = api.client()
+    for _ in range(12):
+        file = client.files.create(file=("in.jsonl", LINES), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "24h"}
+        with ThreadPoolExecutor(2) as pool:
+            created = pool.submit(api.call, "POST", "/v1/batches", json=body)
+            deleted = pool.submit(api.call, "DELETE", f"/v1/files/{file.id}")
+            assert sorted([created.result().status_code, deleted.result().status_code]) == [200, 400]
 
 
 def test_an_output_file_is_no_input(api: Api) -> None:

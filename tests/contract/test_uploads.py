@@ -181,6 +181,15 @@ def test_a_client_that_goes_away_leaves_nothing(api: Api) -> None:
     assert list(api.store.list_keys(f"in/{api.project_id}/")) == []
 
 
+def test_a_length_over_the_limit_is_refused_before_the_body(api: Api) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.key}\r\n"
+        head += f"Content-Length: {2 * api.settings.max_input_bytes}\r\nExpect: 100-continue\r\n"
+        client.sendall(f"{head}Content-Type: multipart/form-data; boundary=B\r\n\r\n".encode())
+        assert client.recv(65_536).startswith(b"HTTP/1.1 413 ")
+
+
 @pytest.mark.slow
 def test_a_large_upload_leaves_memory_flat(
     tmp_path: Path, redis_url: str, s3_server: S3Server, postgres_url: str

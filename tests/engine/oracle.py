@@ -8,12 +8,12 @@ without any paging. Reading a position that was never written, or was freed, fai
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import FinishReason, Request, SamplingParams
-from engine.sched.plan import PLACEHOLDER, StepPlan, StepResult
+from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
 
 VOCAB = 50
 EOS = 0
@@ -61,6 +61,7 @@ class OracleRunner:
     eos_ids: frozenset[int] = frozenset({EOS})
     layout_id: str = "oracle"
     digest: str = "model"
+    sample: Callable[[list[int], Chunk], int] = lambda history, chunk: next_token(history, chunk.params)
     fail_at: dict[str, int] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     last_sampled: dict[str, int] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class OracleRunner:
                 failed[chunk.seq_id] = "the logits are not finite"
                 continue
             sampled[chunk.seq_id] = tuple(
-                next_token(history[: chunk.start + row + 1], chunk.params) for row in chunk.logit_rows
+                self.sample(history[: chunk.start + row + 1], chunk) for row in chunk.logit_rows
             )
         self.last_sampled = {name: tokens[-1] for name, tokens in sampled.items()}
         # a failed row leaves NaN behind; what is computed from it is thrown away when the failure is read

@@ -169,8 +169,11 @@ class Writer:
 
     def _write(self, buffer: _Buffer) -> None:
         unit = buffer.unit
-        if buffer.stored is None and buffer.lines:
-            buffer.stored, buffer.sent = self._put(unit, list(buffer.lines)), len(buffer.lines)
+        if buffer.stored is None:
+            with self._changed:
+                lines = list(buffer.lines)  # more may come while these are stored
+            if lines:
+                buffer.stored, buffer.sent = self._put(unit, lines), len(lines)
         if buffer.stored is not None:
             part = buffer.stored
             if not self._leases.is_held(unit.id):

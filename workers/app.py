@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 from celery import Celery, signals
 from celery.apps.worker import Worker, install_worker_term_handler
+from celery.platforms import SecurityWarning
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import logs
@@ -52,6 +54,7 @@ def _work(
     stop: Callable[[], None],
     signalled: Callable[[], None],
 ) -> int:
+    warnings.filterwarnings("ignore", category=SecurityWarning)  # it fears pickle as root; we take JSON alone
     app.steps["worker"].add(step_of(start, stop))
     no_setup = signals.setup_logging.connect(lambda **_: None, weak=False)  # ours is set up already
     on_signal = signals.worker_shutting_down.connect(lambda **_: signalled(), weak=False)

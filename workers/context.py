@@ -11,10 +11,14 @@ import socket
 from functools import lru_cache
 from pathlib import Path
 
+from sqlalchemy.exc import DBAPIError
+
 from batchsvc import ids
+from batchsvc.batches import worker_queries
 from batchsvc.batches.planning import PlanContext
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher
+from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.load.fetch import locate
@@ -38,6 +42,7 @@ class ControlRun:
         self._db = Database(settings.database_url)
         self._dispatcher = CeleryDispatcher(settings.redis_url)
         store = ObjectStore(settings)
+        _check_services(self._db, store)
         texts = lru_cache(maxsize=_TEXTS)(load_text)
         plan_context = PlanContext(db=self._db, store=store, settings=settings, text_loader=texts)
         self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
@@ -70,14 +75,16 @@ class ControlRun:
 
 
 def open_engine_run(settings: Settings) -> EngineRun:
-    """An engine process, ready to start. Raises ModelError or ConfigError with one sentence if it can't serve."""
+    """An engine process, ready to start. Raises EngineError or ServiceError with one sentence if it can't serve."""
+    db, store = Database(settings.database_url), ObjectStore(settings)
+    _check_services(db, store)
     path = locate(settings.model)
     meta = read_meta(path)
     engine = _fake_engine(settings, path) if settings.engine == "fake" else _engine(settings, path)
     return EngineRun(
         settings,
-        Database(settings.database_url),
-        ObjectStore(settings),
+        db,
+        store,
         CeleryDispatcher(settings.redis_url),
         engine,
         digest=meta.digest,
@@ -88,6 +95,18 @@ def open_engine_run(settings: Settings) -> EngineRun:
 def new_owner() -> str:
     """An id of this start of this process."""
     return ids.worker_id(socket.gethostname(), os.getpid())
+
+
+def _check_services(db: Database, store: ObjectStore) -> None:
+    """Raise UnavailableError if database or store don't answer. Redis may be away: it only makes things faster."""
+    try:
+        with db.reading() as session:
+            worker_queries.is_beating(session, socket.gethostname(), os.getpid())
+    except DBAPIError as error:
+        raise UnavailableError(
+            f"The database doesn't answer, or isn't migrated: {error.orig}".splitlines()[0]
+        ) from error
+    store.ensure_bucket()
 
 
 def _engine(settings: Settings, path: Path) -> EngineLike:

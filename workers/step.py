@@ -35,6 +35,7 @@ from workers.writer import Writer
 
 _MOST_MARGIN_S = 10.0  # of the grace, for writing parts and giving units back
 _LOOK_S = 0.02
+_LOOP_S = 0.1
 
 log = structlog.get_logger(__name__)
 
@@ -169,7 +170,11 @@ class EngineRun:
 
 
 def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:
-    """A bootstep of Celery's worker that starts and stops something with the worker, after its pool."""
+    """A bootstep of Celery's worker that starts and stops something with the worker, after its pool.
+
+    It also has Celery's loop look at its queue often: with prefetch disabled, nothing wakes the loop when a thread
+    has finished its task, and the next message would wait for a second.
+    """
 
     def begin(_step: Any, _worker: Any) -> None:
         start()
@@ -177,7 +182,16 @@ def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:
     def end(_step: Any, _worker: Any) -> None:
         stop()
 
-    members = {"requires": ("celery.worker.components:Pool",), "start": begin, "stop": end, "terminate": end}
+    def look_often(_step: Any, _worker: Any, hub: Any) -> None:
+        hub.call_repeatedly(_LOOP_S, lambda: None)
+
+    members = {
+        "requires": ("celery.worker.components:Pool",),
+        "start": begin,
+        "stop": end,
+        "terminate": end,
+        "register_with_event_loop": look_often,
+    }
     return type("RunStep", (bootsteps.StartStopStep,), members)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 _POLL_S = 0.4
 _PLAIN_EVERY_S = 5.0
+_PLAIN_AT_LEAST_S = 30.0
+_LEAST_SHARE = 0.1  # of the lines, before an estimate means anything: they run side by side and end together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +67,23 @@ class Meter:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._start: tuple[float, int, int] | None = None
+        self._start: float | None = None
+        self._start_tokens = 0
+        self._start_lines = 0
 
     def look(self, batch: dict[str, Any]) -> Progress:
         counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
         completed, failed, total = counts.get("completed", 0), counts.get("failed", 0), counts.get("total", 0)
         tokens = usage.get("total_tokens", 0)
         if self._start is None and batch["status"] != "validating":
-            self._start = (self._now(), tokens, completed + failed)
+            self._start, self._start_tokens, self._start_lines = self._now(), tokens, completed + failed
         elapsed, new_tokens, new_lines = 0.0, 0, 0
         if self._start is not None:
-            elapsed = self._now() - self._start[0]
-            new_tokens, new_lines = tokens - self._start[1], completed + failed - self._start[2]
-        left = (total - completed - failed) * elapsed / new_lines if new_lines > 0 else None
+            elapsed = self._now() - self._start
+            new_tokens, new_lines = tokens - self._start_tokens, completed + failed - self._start_lines
+        left = None
+        if new_lines > 0 and new_lines >= _LEAST_SHARE * (total - self._start_lines):
+            left = (total - completed - failed) * elapsed / new_lines
         return Progress(
             status=batch["status"],
             total=total,
@@ -125,16 +131,17 @@ def _view(console: Console) -> AbstractContextManager[View]:
 class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last = ("", "")
-        self._next = 0.0
+        self._last: tuple[str, int, str | None] | None = None
+        self._told = 0.0
 
     def show(self, progress: Progress) -> None:
-        text = progress.numbers()
-        changed = progress.status != self._last[0]
-        if changed or (text != self._last[1] and time.monotonic() > self._next):
+        seen = (progress.status, progress.done, progress.waiting_for)
+        quiet_s = time.monotonic() - self._told
+        is_news = self._last is None or seen[0] != self._last[0] or (seen != self._last and quiet_s > _PLAIN_EVERY_S)
+        if is_news or quiet_s > _PLAIN_AT_LEAST_S:
+            text = progress.numbers()
             self._console.say(f"{progress.status}: {text}" if text else progress.status)
-            self._last = (progress.status, text)
-            self._next = time.monotonic() + _PLAIN_EVERY_S
+            self._last, self._told = seen, time.monotonic()
 
 
 class _Bar:

@@ -66,7 +66,7 @@ def down(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     if state is None:
         console.out(f"No stack is running in {directory.root}.")
     else:
-        stop_running(directory, pid=state.pid, created=state.created, say=console.say)
+        stop_running(pid=state.pid, created=state.created, say=console.say)
         console.out(f"The stack in {directory.root} has stopped.")
     console.result(status_of(directory, None))
 

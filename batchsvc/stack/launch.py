@@ -26,6 +26,7 @@ class Launched:
 
     process: subprocess.Popen[str]
     state: StackState
+    listener: threading.Thread | None = None
 
     def stop(self) -> None:
         """Ask for the ordered end and wait for it; a KeyboardInterrupt meanwhile makes it a quick one."""
@@ -33,11 +34,15 @@ class Launched:
         while True:
             try:
                 self.process.wait(STOP_S)
-                return
+                break
             except KeyboardInterrupt:
                 self.process.send_signal(signal.SIGTERM)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+        if self.listener is not None:
+            self.listener.join()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def listen(self, say: Callable[[str], None]) -> None:
         """Pass on what the supervisor says from now on, in a thread of its own."""
@@ -49,7 +54,8 @@ class Launched:
                 if text := event.get("say") or event.get("error"):
                     say(str(text))
 
-        threading.Thread(target=pump, name="supervisor-events", daemon=True).start()
+        self.listener = threading.Thread(target=pump, name="supervisor-events", daemon=True)
+        self.listener.start()
 
 
 def launch(options: StackOptions, say: Callable[[str], None]) -> Launched:
@@ -80,12 +86,12 @@ def launch(options: StackOptions, say: Callable[[str], None]) -> Launched:
         raise
 
 
-def stop_running(directory: DataDir, *, pid: int, created: float, say: Callable[[str], None]) -> None:
+def stop_running(*, pid: int, created: float, say: Callable[[str], None]) -> None:
     """End the stack whose supervisor is (pid, created), orderly, then by force; returns when it is gone."""
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     told = time.monotonic() + 3
-    while is_same(pid, created) and directory.holder() is not None:
+    while is_same(pid, created):
         now = time.monotonic()
         if now > told:
             say("waiting for the workers to finish what they hold")

@@ -1,0 +1,162 @@
+"""The embedded stack: one owner a directory, no port twice, nothing readable without a key, back after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from sqlalchemy import text
+
+from batchsvc.db.session import Database
+from batchsvc.stack.datadir import DataDir
+from tests.e2e.conftest import LIVENESS_S, CommandLine, Result, Stack, line, wait_for, write_lines
+
+Run = Callable[..., Result]
+
+LIGHT_STACK = """
+import sys, time
+from pathlib import Path
+from batchsvc.stack.launch import launch
+from batchsvc.stack.options import READING, StackOptions
+launch(StackOptions(root=Path(sys.argv[1]), port=0, purpose="up", roles=READING), lambda text: None)
+"""
+
+
+def test_status_names_all_processes(stack: Stack, stack_cli: Run) -> None:
+    status = stack_cli("status", "--json")
+    assert status.code == 0, status.out
+    assert status.json["data_dir"] == str(stack.directory.root)
+    assert {p["name"] for p in status.json["processes"]} == {"valkey", "seaweedfs", "api", "control", "engine"}
+    assert {p["state"] for p in status.json["processes"]} == {"ready"}
+    assert all(psutil.pid_exists(p["pid"]) for p in status.json["processes"])
+    base = status.json["url"].removesuffix("/v1")
+    assert httpx.get(base + "/readyz", trust_env=False).json()["status"] == "ready"
+
+
+def test_a_second_up_is_one_sentence(stack: Stack, stack_cli: Run) -> None:
+    pid = stack.directory.holder()
+    refused = stack_cli("up", "--detach")
+    assert refused.code == 1
+    assert refused.err.count("\n") == 1
+    assert f"pid {pid}" in refused.err
+
+
+def test_a_taken_port_is_one_sentence(cli: CommandLine, tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        refused = cli("up", "--detach", "--port", port, "--data-dir", tmp_path / "d")
+    assert refused.code == 1
+    assert refused.err == f"batchsvc: Port {port} on 127.0.0.1 is taken: choose another one with --port.\n"
+
+
+@pytest.mark.parametrize("command", ["up", "list", "keys list"])
+def test_a_directory_that_cannot_be_made_is_one_sentence(cli: CommandLine, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    refused = cli(*command.split(), "--data-dir", tmp_path / "file" / "d")
+    assert refused.code == 1
+    assert refused.err.count("\n") == 1
+    assert "--data-dir" in refused.err
+
+
+def test_no_listener_serves_an_object_without_a_key(stack: Stack, stack_cli: Run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(7, stack.model)])
+    assert stack_cli("submit", source).code == 0
+    with Database(stack.directory.database_url).reading() as session:
+        key = session.execute(text("SELECT s3_key FROM files ORDER BY created_ms DESC")).scalars().first()
+    weed = next(p for p in stack_cli("status", "--json").json["processes"] if p["name"] == "seaweedfs")
+    listeners = [c.laddr for c in psutil.Process(weed["pid"]).net_connections() if c.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listeners} == {"127.0.0.1"}
+    asked = 0
+    for address in listeners:
+        for path in ("/", f"/batchsvc/{key}", f"/buckets/batchsvc/{key}", "/buckets/batchsvc/", "/1,01637037d6"):
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{address.port}{path}", trust_env=False, timeout=5)
+            except httpx.HTTPError:
+                continue  # a gRPC listener
+            asked += 1
+            assert b"Say the number" not in answer.content
+            assert "batchsvc" not in answer.text or answer.status_code in (401, 403, 404), answer.text
+    assert asked > 10
+
+
+def test_a_crashed_api_comes_back_while_a_command_waits(stack: Stack, stack_cli: Run) -> None:
+    def pid() -> int | None:
+        return next(p["pid"] for p in stack_cli("status", "--json").json["processes"] if p["name"] == "api")
+
+    before = pid()
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: pid() != before, "another API process")
+    assert stack_cli("list").code == 0
+    wait_for(lambda: stack_cli("status", "--json").code == 0, "all processes ready")
+
+
+def test_keys_are_made_and_revoked(stack: Stack, stack_cli: Run, cli: CommandLine) -> None:
+    url = stack_cli("status", "--json").json["url"]
+    made = stack_cli("keys", "create", "cron", "--json").json
+    server = ("--url", url, "--api-key")
+    assert cli("list", *server, made["key"], "--json").code == 0
+    listed = stack_cli("keys", "list", "--json")
+    assert made["id"] in {row["id"] for row in listed.json["data"]}
+    assert made["key"] not in listed.out
+    admin = stack.directory.admin_key.read_text().strip()
+    assert cli("keys", "revoke", made["id"], *server, made["key"]).code == 1
+    assert cli("keys", "revoke", made["id"], *server, admin).code == 0
+    assert cli("list", *server, made["key"]).code == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_a_second_stack_runs_beside_the_first_and_survives_kill_9(
+    stack: Stack, stack_env: dict[str, str], foreign_folder: Path, tmp_path: Path, cli: CommandLine
+) -> None:
+    """Killed, it leaves no process; then `list` starts what it needs on the same ports, stops it, and leaves none."""
+    second = DataDir(tmp_path / "second")
+    started = subprocess.run(
+        [sys.executable, "-P", "-c", LIGHT_STACK, str(second.root)],
+        env=stack_env,
+        cwd=foreign_folder,
+        capture_output=True,
+        text=True,
+        timeout=LIVENESS_S,
+        check=False,
+    )
+    assert started.returncode == 0, started.stderr
+    pid, ports = second.holder(), second.read_json("ports.json")
+    assert pid is not None
+    assert not set(ports.values()) & set(stack.directory.read_json("ports.json").values())
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while _processes_of(second):
+        assert time.monotonic() < deadline, "children outlived their supervisor"
+        time.sleep(0.05)
+    flags = ("--data-dir", second.root)
+    assert cli("status", *flags).code == 1
+    listed = cli("list", "--json", *flags)
+    assert listed.code == 0, listed.err
+    assert listed.json["object"] == "list"
+    assert second.read_json("ports.json") == ports
+    assert second.holder() is None
+    assert not _processes_of(second)
+    assert second.api_key.stat().st_mode & 0o777 == 0o600
+
+
+def _processes_of(directory: DataDir) -> list[int]:
+    return [process.pid for process in psutil.process_iter() if _works_in(process, directory.root)]
+
+
+def _works_in(process: psutil.Process, root: Path) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(root)
+    except (psutil.Error, OSError):
+        return False

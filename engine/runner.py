@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from engine.load.meta import read_meta
 from engine.load.weights import load_weights, open_model
 from engine.memory import MemoryPlan, available_bytes, plan_memory
 from engine.model.decoder import Decoder
+from engine.model.layers import Linear
 from engine.sample.sampler import SampleRow, sample
 from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
 
@@ -44,6 +45,7 @@ class ModelRunner:
         self.pool = KVPool(
             model, kv_format=config.kv_format, block_tokens=config.block_tokens, num_blocks=self.num_blocks
         )
+        self.layout_id = self.pool.layout_id
         self._poison = config.poison
         self._last_ids: dict[str, tuple[int, ...]] = {}
         self._last_failed: dict[str, str] = {}
@@ -54,17 +56,12 @@ class ModelRunner:
 
         A chunk that waits for a token its sequence failed to give in the last step fails with the same reason.
         """
-        if self._poison and plan.freed_blocks:
-            self.pool.poison(plan.freed_blocks)
-        if plan.copies:
-            self.pool.copy(plan.copies)
+        self._prepare(plan)
         failed = {c.seq_id: self._last_failed[c.seq_id] for c in plan.chunks if self._is_orphan(c)}
         chunks = [chunk for chunk in plan.chunks if chunk.seq_id not in failed]
         sampled: dict[str, tuple[int, ...]] = {}
         if chunks:
-            inputs = build_inputs(chunks, self.pool, self._last_ids)
-            hidden = self._decoder.forward(inputs, self.pool)
-            ids = self._sample(hidden[inputs.logit_rows], chunks)
+            ids = self._sample(self._hidden(chunks), chunks)
             for chunk in chunks:
                 mine = [next(ids) for _ in chunk.logit_rows]
                 known = tuple(token for token in mine if token is not None)
@@ -74,6 +71,28 @@ class ModelRunner:
                     sampled[chunk.seq_id] = known
         self._last_ids, self._last_failed = sampled, failed
         return StepResult(sampled, failed)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Runs a step without sampling: the wanted rows' logits, float32 [R, vocab]. For measuring quality."""
+        self._prepare(plan)
+        return self._decoder.logits(self._hidden(plan.chunks))
+
+    @property
+    def matrices(self) -> list[Linear]:
+        """The matrices of one layer, then the head: what a token costs. For measuring rates."""
+        return self._decoder.matrices
+
+    def _prepare(self, plan: StepPlan) -> None:
+        if self._poison and plan.freed_blocks:
+            self.pool.poison(plan.freed_blocks)
+        if plan.copies:
+            self.pool.copy(plan.copies)
+
+    def _hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Writes the chunks' KV; the rows whose logits are wanted, [R, hidden]."""
+        inputs = build_inputs(chunks, self.pool, self._last_ids)
+        return self._decoder.forward(inputs, self.pool)[inputs.logit_rows]
 
     def _is_orphan(self, chunk: Chunk) -> bool:
         return chunk.seq_id in self._last_failed and PLACEHOLDER in chunk.token_ids
@@ -94,5 +113,5 @@ class ModelRunner:
         """Tokens that would end the answer, while it is shorter than min_tokens."""
         if position - chunk.num_prompt_tokens >= chunk.params.min_tokens:
             return ()
-        ends = self.eos_ids.union(chunk.params.stop_token_ids)
-        return tuple(token for token in ends if token < self.vocab_size)
+        ends = set(chunk.params.stop_token_ids) | (set() if chunk.params.ignore_eos else self.eos_ids)
+        return tuple(token for token in ends if 0 <= token < self.vocab_size)

@@ -14,6 +14,8 @@ A pool takes in only bytes whose layout id equals its own.
 
 from __future__ import annotations
 
+import math
+import mmap
 import struct
 import zlib
 from collections.abc import Sequence
@@ -47,8 +49,8 @@ class KVPool:
             f"/head_dim={model.head_dim}/block_tokens={block_tokens}"
         )
         shape = (model.num_layers, num_blocks + 1, block_tokens, model.num_kv_heads, model.head_dim)
-        self._k = torch.zeros(shape, dtype=DTYPES[kv_format])
-        self._v = torch.zeros(shape, dtype=DTYPES[kv_format])
+        self._k = _lazy_zeros(shape, DTYPES[kv_format])
+        self._v = _lazy_zeros(shape, DTYPES[kv_format])
         self.slot_bytes = model.num_kv_heads * model.head_dim * DTYPES[kv_format].itemsize
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -56,10 +58,11 @@ class KVPool:
         return self._k[index].flatten(0, 1), self._v[index].flatten(0, 1)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks in all layers, all sources read before any target is written."""
-        sources, targets = self._ids([c.source for c in copies]), self._ids([c.target for c in copies])
-        self._k[:, targets] = self._k[:, sources]
-        self._v[:, targets] = self._v[:, sources]
+        """Copies blocks in all layers, one after the other."""
+        for copy in copies:
+            assert max(copy.source, copy.target) < self.num_blocks, "a block id lies outside the pool"
+            for cache in (self._k, self._v):
+                cache[:, copy.target].copy_(cache[:, copy.source])
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrites blocks with NaN, so that whoever reads them is seen."""
@@ -103,3 +106,9 @@ class KVPool:
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         assert all(0 <= block < self.num_blocks for block in blocks), "a block id lies outside the pool"
         return torch.tensor(list(blocks), dtype=torch.int64)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system hands out at first write; torch.zeros would write, and so occupy, all of them."""
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

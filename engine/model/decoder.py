@@ -41,6 +41,12 @@ class Decoder:
         normed = ops().rms_norm(hidden, self._weights.norm, self.config.norm_eps, self._dtype)
         return _apply(self._weights.head, normed).float()
 
+    @property
+    def matrices(self) -> list[Linear]:
+        """The matrices of the first layer, in order of use, then the head."""
+        first = self._weights.layers[0]
+        return [first.qkv, first.out, first.gate_up, first.down, self._weights.head]
+
     def _attention(
         self, x: Tensor, layer: Layer, inputs: StepInputs, pool: KVPool, index: int, cos: Tensor, sin: Tensor
     ) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchsvc.batches.tables import Unit, Window
+from batchsvc.files.tables import File
 from batchsvc.settings import Settings
 from batchsvc.store import keys
 from tests.batchsvc.batches.planned import PROJECT, Planned, line, make_planned
@@ -19,6 +20,7 @@ from tests.tiny import make_tiny_model
 NUM_LINES = 50_000
 _CHILD = """
 import json, resource, sys, time
+import batchsvc.tables
 from batchsvc.batches.planning import PlanContext, PlanProgress, plan_next_window
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
@@ -54,8 +56,6 @@ def test_50_000_lines_of_4_kb_need_less_than_1_gb(settings: Settings, tmp_path: 
     key = keys.input_file(PROJECT, planned.batch(batch_id).input_file_id)
     data = b"".join(lines())
     with planned.db.transaction() as session:
-        from batchsvc.files.tables import File
-
         row = session.get_one(File, planned.batch(batch_id).input_file_id)
         row.etag, row.size_bytes = planned.store.put(key, data), len(data)
     values = settings.model_dump()

@@ -30,7 +30,7 @@ def unit_rows(draw: st.DrawFn) -> UnitRow:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(unit_rows(), max_size=12), st.lists(st.tuples(st.integers(1, 99), TEXT, st.integers(0, 9)), max_size=5))
 def test_a_unit_file_gives_back_its_rows_and_prefix_uses(rows: list[UnitRow], uses: list[tuple[int, str, int]]) -> None:
     back = unit_file.read(unit_file.write(rows, uses))

@@ -32,7 +32,7 @@ def one(data: bytes) -> Record:
     return record
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(OBJECT | st.binary(max_size=40), st.sampled_from([b"\n", b"\r\n"])), max_size=8),
     st.booleans(),
@@ -66,7 +66,7 @@ def test_good_lines_are_never_lost_and_bad_ones_never_raise(
         assert record.next_offset == min(len(data), sum(len(line) + 1 for line in physical[: record.line_no]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200) | st.text(st.sampled_from('{}[]",:\\ \n\ufeff0eE-1.tnu'), max_size=80).map(str.encode))
 def test_no_bytes_raise_and_every_record_is_an_object_or_a_problem(data: bytes) -> None:
     for record in read(data):
@@ -76,7 +76,7 @@ def test_no_bytes_raise_and_every_record_is_an_object_or_a_problem(data: bytes) 
             assert record.problem.line == record.line_no
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(OBJECT, min_size=1, max_size=6), st.data())
 def test_reading_resumes_at_any_records_offset(values: list[dict[str, Any]], data: st.DataObject) -> None:
     text = b"\n\n".join(json.dumps(value).encode() for value in values)

@@ -1,12 +1,11 @@
 """What surrounds every request: its id, the limit of its body, one log line, and the 500 of last resort.
 
 Plain ASGI, so that bodies stream through untouched. The log line names method, path, status and time, never a query,
-a header or a body.
+a header or a body. What a refused client still sends is read and thrown away by uvicorn.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 
 import structlog
@@ -22,7 +21,6 @@ from batchsvc.http.errors import response
 from batchsvc.logs import where
 
 MAX_BODY_BYTES = 1_048_576  # every body but an upload
-_DRAIN_S = 10.0
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +40,7 @@ class RequestMiddleware:
         limited = (scope["method"], scope["path"]) not in self.streaming
         with structlog.contextvars.bound_contextvars(request_id=exchange.id):
             try:
-                await self.app(scope, exchange.receive_limited if limited else exchange.receive, exchange.send)
+                await self.app(scope, exchange.receive if limited else receive, exchange.send)
             except ClientDisconnect:
                 exchange.status = exchange.status or 499  # nobody is there to read a status: for the log only
             except Exception as error:
@@ -51,7 +49,7 @@ class RequestMiddleware:
                     failure = ServiceError(
                         f"Something broke here; the request was {exchange.id}.", code="internal_error"
                     )
-                    await response(failure)(scope, exchange.receive, exchange.send)
+                    await response(failure)(scope, receive, exchange.send)
             finally:
                 exchange.log()
 
@@ -65,19 +63,9 @@ class _Exchange:
         self._scope, self._receive, self._send = scope, receive, send
         self._started_s = monotonic_s()
         self._body_bytes = 0
-        headers = {name.lower() for name, _ in scope["headers"]}
-        self._has_unread_body = bool(headers & {b"content-length", b"transfer-encoding"})
-        self._waits_to_send = b"expect" in headers
 
     async def receive(self) -> Message:
-        self._waits_to_send = False
         message = await self._receive()
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            self._has_unread_body = False
-        return message
-
-    async def receive_limited(self) -> Message:
-        message = await self.receive()
         self._body_bytes += len(message.get("body", b""))
         if self._body_bytes > MAX_BODY_BYTES:
             raise HTTPException(413, f"The request's body is over {MAX_BODY_BYTES} bytes.")
@@ -86,27 +74,11 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.status >= 400:
-                await self._drain()
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.id
             headers["x-content-type-options"] = "nosniff"
             headers["cache-control"] = "no-store"
         await self._send(message)
-
-    async def _drain(self) -> None:
-        """Read what a refused client is still sending, for a while: a closed connection would hide the answer from it.
-
-        A client that waits for a `100 Continue` has sent nothing and must not be told to go on.
-        """
-        if self._waits_to_send:
-            return
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                while self._has_unread_body:
-                    await self.receive()
-        except TimeoutError:
-            pass
 
     def log(self) -> None:
         took_ms = round((monotonic_s() - self._started_s) * 1000, 1)

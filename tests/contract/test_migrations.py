@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from importlib.resources import files
@@ -35,20 +34,28 @@ def test_head_equals_the_tables_in_code(database_url: str) -> None:
 
 
 def test_four_processes_migrate_once(database_url: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "DATABASE_URL": database_url, "REDIS_URL": "redis://unused"}
+    script = "import sys; from batchsvc.db import migrate; print(flush=True); migrate.upgrade(sys.stdin.readline())"
     started = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "batchsvc.db.migrate"],
-            env=environment,
+            [sys.executable, "-P", "-c", script],
             cwd=tmp_path,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for _ in range(4)
     ]
+    for process in started:  # all wait at the same line before any goes on
+        assert process.stdout is not None and process.stdout.readline() == "\n"
     for process in started:
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said.decode()
+        assert process.stdin is not None
+        process.stdin.write(database_url)
+        process.stdin.close()
+        process.stdin = None
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
     database = Database(database_url)
     with database.reading() as session:
         assert session.execute(text("SELECT count(*) FROM alembic_version")).scalar_one() == 1

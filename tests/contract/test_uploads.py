@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import socket
 import subprocess
@@ -188,6 +189,18 @@ def test_a_length_over_the_limit_is_refused_before_the_body(api: Api) -> None:
         head += f"Content-Length: {2 * api.settings.max_input_bytes}\r\nExpect: 100-continue\r\n"
         client.sendall(f"{head}Content-Type: multipart/form-data; boundary=B\r\n\r\n".encode())
         assert client.recv(65_536).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(("path", "key", "status"), [("/v1/files", "sk-wrong", 401), ("/v1/responses", "", 400)])
+def test_a_client_that_sends_all_before_it_reads_sees_why_it_is_refused(
+    api: Api, path: str, key: str, status: int
+) -> None:
+    """Closing the connection under such a client would cost it the answer: it sees a reset instead."""
+    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=60)
+    headers = {"Authorization": f"Bearer {key or api.key}", "Content-Type": "application/json"}
+    connection.request("POST", path, body=b" " * (20 << 20), headers=headers)
+    assert connection.getresponse().status == status
+    connection.close()
 
 
 @pytest.mark.slow

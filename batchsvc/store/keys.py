@@ -31,11 +31,6 @@ def window_lines(batch_id: str, plan_epoch: int, no: int) -> str:
     return f"batch/{batch_id}/window/{plan_epoch}-{no}.lines"
 
 
-def digests(batch_id: str, plan_epoch: int, no: int) -> str:
-    """Digests of the custom_ids of a window, so that a planner that was killed resumes."""
-    return f"batch/{batch_id}/window/{plan_epoch}-{no}.digests"
-
-
 def spool(batch_id: str, fin_epoch: int, window_no: int, bucket: int) -> str:
     """Lines of one bucket of a window while the finalizer merges."""
     return f"batch/{batch_id}/fin/{fin_epoch}/{window_no}-{bucket}.spool"

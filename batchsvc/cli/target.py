@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from batchsvc.cli.client import Client
 
 _PATIENCE_S = 300.0  # another command's stack may be pulling a model
-_OTHERS_S = 10.0  # how long our stack stays for commands that use it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +110,19 @@ def opened(
         if joined is not None:
             joined.release()
         if launched is not None:
-            closed = directory.close_to_others(_OTHERS_S)
-            launched.stop()
-            closed.release()
+            _leave(launched, directory, console)
+
+
+def _leave(launched: Launched, directory: DataDir, console: Console) -> None:
+    """Stop the stack, when no other command uses it any more; Ctrl-C stops it now."""
+    closed: Lock | None = None
+    with suppress(KeyboardInterrupt):
+        closed = directory.close_to_others(
+            lambda: console.say("Another command uses this stack, which stops when that ends (Ctrl-C: now).")
+        )
+    launched.stop()
+    if closed is not None:
+        closed.release()
 
 
 def stack_options(

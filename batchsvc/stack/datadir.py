@@ -176,16 +176,14 @@ class DataDir:
         fcntl.flock(handle, fcntl.LOCK_SH)
         return Lock(handle)
 
-    def close_to_others(self, patience_s: float) -> Lock:
-        """Wait until nobody has joined, at most `patience_s`; who comes later waits until this is released."""
+    def close_to_others(self, on_wait: Callable[[], None]) -> Lock:
+        """Wait until nobody has joined, telling so first; who comes later waits until this is released."""
         handle = os.open(self.run / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
         return Lock(handle)
 
     def holder(self) -> int | None:

@@ -1,6 +1,13 @@
-"""The ports of one stack: chosen free, kept in run/ports.json, chosen anew only when another program took them."""
+"""The ports of one stack: chosen free, kept in run/ports.json, chosen anew only when another program took them.
+
+Between the choice and the moment when a process listens, another stack that starts at the same time must not choose
+the same port. So a stack holds a name for each of its ports as long as it lives.
+"""
 
 from __future__ import annotations
+
+import socket
+import sys
 
 from batchsvc.errors import UnavailableError
 from batchsvc.stack.datadir import DataDir
@@ -15,7 +22,35 @@ class PortTakenError(UnavailableError):
     """The port that the user named is taken."""
 
 
-def choose(directory: DataDir, *, host: str, port: int | None) -> dict[str, int]:
+class HeldPorts:
+    """Names of ports in Linux's abstract socket namespace, which has the ports' own scope and frees them by itself.
+
+    Elsewhere nothing is held: two stacks that start in the same second may then clash, and one says so.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: dict[int, socket.socket] = {}
+
+    def take(self, port: int) -> bool:
+        """Whether the port is ours now; False when another stack has it."""
+        if port in self._sockets or sys.platform != "linux":
+            return True
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            name.bind(f"\0batchsvc-port-{port}")
+        except OSError:
+            name.close()
+            return False
+        self._sockets[port] = name
+        return True
+
+    def release(self) -> None:
+        for name in self._sockets.values():
+            name.close()
+        self._sockets.clear()
+
+
+def choose(directory: DataDir, *, host: str, port: int | None, held: HeldPorts) -> dict[str, int]:
     """Ports by name (`api`, `valkey` and SeaweedFS's), remembered for the next start.
 
     A remembered port that is taken is replaced. `port` is the user's wish for the API: if that is taken,
@@ -25,27 +60,30 @@ def choose(directory: DataDir, *, host: str, port: int | None) -> dict[str, int]
     remembered: dict[str, int] = {}
     if isinstance(found, dict):
         remembered = {name: port for name, port in found.items() if isinstance(port, int)}
-    kept = {name: remembered[name] for name in _INNER if name in remembered and _is_usable(name, remembered[name])}
-    api = _api_port(host, port, remembered.get("api"), avoid=frozenset(kept.values()))
+    api = _api_port(host, port, remembered.get("api"), held)
+    kept = {
+        name: remembered[name]
+        for name in _INNER
+        if name in remembered and _is_usable(name, remembered[name]) and held.take(remembered[name])
+    }
     missing = tuple(name for name in _INNER if name not in kept)
     taken = frozenset({api, api - GRPC_OFFSET, *kept.values()})
-    ports = {"api": api, **kept, **choose_ports(missing, taken=taken)}
+    ports = {"api": api, **kept, **choose_ports(missing, taken=taken, take=held.take)}
     directory.write_json("ports.json", ports)
     return ports
 
 
-def _api_port(host: str, wish: int | None, remembered: int | None, *, avoid: frozenset[int]) -> int:
+def _api_port(host: str, wish: int | None, remembered: int | None, held: HeldPorts) -> int:
     if wish is not None and wish != 0:
-        if not is_free(wish, host):
+        if not is_free(wish, host) or not held.take(wish):
             raise PortTakenError(f"Port {wish} on {host} is taken: choose another one with --port.")
         return wish
-    if wish == 0:
-        return choose_ports(("api",), taken=avoid)["api"]
-    candidates: list[int] = [remembered] if remembered else []
-    for port in candidates + list(range(API_PORT, API_PORT + _API_TRIES)):
-        if port not in avoid and is_free(port, host):
-            return port
-    return choose_ports(("api",), taken=avoid)["api"]
+    if wish is None:
+        candidates: list[int] = [remembered] if remembered else []
+        for port in candidates + list(range(API_PORT, API_PORT + _API_TRIES)):
+            if is_free(port, host) and held.take(port):
+                return port
+    return choose_ports(("api",), take=held.take)["api"]
 
 
 def _is_usable(name: str, port: int) -> bool:

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,14 +42,22 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
         return True
 
 
-def choose_ports(names: tuple[str, ...], *, taken: frozenset[int] = frozenset()) -> dict[str, int]:
-    """Free ports for these names, each with its gRPC twin free too. The caller remembers them."""
+def choose_ports(
+    names: tuple[str, ...],
+    *,
+    taken: frozenset[int] = frozenset(),
+    take: Callable[[int], bool] = lambda _port: True,
+) -> dict[str, int]:
+    """Free ports for these names, each with its gRPC twin free too. The caller remembers them.
+
+    `take` has the last word on a free port: it may refuse one that another stack has chosen but not opened yet.
+    """
     chosen: dict[str, int] = {}
     start = _LOWEST + (os.getpid() * 37) % (_HIGHEST - _LOWEST)
     candidates = iter([*range(start, _HIGHEST), *range(_LOWEST, start)])
     for name in names:
         for port in candidates:
-            if port not in taken and is_free(port) and is_free(port + GRPC_OFFSET):
+            if port not in taken and is_free(port) and is_free(port + GRPC_OFFSET) and take(port):
                 chosen[name] = port
                 break
         else:

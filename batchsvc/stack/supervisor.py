@@ -12,6 +12,7 @@ first SIGINT or SIGTERM lets the workers finish what they hold, the second ends 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from batchsvc.errors import ServiceError, UnavailableError
+from batchsvc.errors import UnavailableError
 from batchsvc.stack import children, ports
 from batchsvc.stack.child import Child, is_same
 from batchsvc.stack.datadir import DataDir, Lock
@@ -55,6 +56,7 @@ class Supervisor:
         self._is_starting = True
         self._phase = "starting"
         self._ports: dict[str, int] = {}
+        self._held_ports = ports.HeldPorts()
         self._lock: Lock | None = None
         self._database: Database | None = None
         self._created = own_identity(os.getpid())
@@ -84,8 +86,8 @@ class Supervisor:
 
     def _start(self) -> None:
         directory, options = self.directory, self.options
-        _end_leftovers(directory)
-        self._ports = ports.choose(directory, host=options.host, port=options.port)
+        left_engines = _end_leftovers(directory)
+        self._ports = ports.choose(directory, host=options.host, port=options.port, held=self._held_ports)
         keys = children.Secrets.of(directory)
         hooks = children.EngineHooks(is_alive=self._engine_is_alive, free_leases=self._free_leases)
         specs = children.specs(directory, options, self._ports, keys, hooks)
@@ -101,6 +103,8 @@ class Supervisor:
 
         self._database = Database(directory.database_url)
         prepare.prepare_database(directory, self._database)
+        for pid in left_engines:  # what a killed stack was working on is free at once
+            self._free_leases(pid)
         if "engine" in options.roles:
             prepare.prepare_model(self._database, options.model, self._tell)
         self._wait_for(data, _DATA_READY_S)
@@ -155,7 +159,7 @@ class Supervisor:
         child.crashes.append(now)
         lines = [line for line in child.last_lines() if line.strip()]
         if self._is_starting and code > 0 and not child.spec.is_data:
-            why = lines[-1] if lines else f"it ended with exit code {code}"
+            why = reason_in(lines) or f"it ended with exit code {code}."
             title = _TITLES[name][:1].upper() + _TITLES[name][1:]
             raise UnavailableError(f"{title} can't start: {why} (log: {child.log})")
         if child.spec.is_data and len(recent) + 1 >= _CRASHES:
@@ -194,6 +198,7 @@ class Supervisor:
         if self._database:
             self._database.dispose()
         (self.directory.run / STATE).unlink(missing_ok=True)
+        self._held_ports.release()
         if self._lock:
             self._lock.release()
 
@@ -261,16 +266,32 @@ _TITLES = {
 }
 
 
-def _end_leftovers(directory: DataDir) -> None:
-    """End processes that a killed supervisor left: only those whose pid and start time its state file names."""
+def reason_in(lines: list[str]) -> str:
+    """The sentence in the last lines of a log that says why a process ended: plain text, or an event of an error."""
+    for text in reversed(lines):
+        try:
+            event = json.loads(text)
+        except ValueError:
+            return text.strip()
+        if isinstance(event, dict) and event.get("level") in ("error", "critical"):
+            return str(event.get("event"))
+    return ""
+
+
+def _end_leftovers(directory: DataDir) -> list[int]:
+    """End processes that a killed supervisor left: only those whose pid and start time its state file names.
+
+    Returns the pids of the engine workers that it had.
+    """
     state = leftover_state(directory)
     if state is None:
-        return
+        return []
     left = [p.pid for p in state.processes if p.pid is not None and is_same(p.pid, p.created)]
     for pid in left:
         try:
             process = psutil.Process(pid)
             process.kill()
             process.wait(10)
-        except (psutil.Error, ServiceError):
+        except psutil.Error:
             continue
+    return [p.pid for p in state.processes if p.pid is not None and p.name == "engine"]

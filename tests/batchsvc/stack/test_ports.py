@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,29 +33,52 @@ def directory(tmp_path: Path) -> DataDir:
     return made
 
 
+def chosen(directory: DataDir, *, port: int | None) -> dict[str, int]:
+    """What a stack that ends at once would choose."""
+    held = ports.HeldPorts()
+    try:
+        return ports.choose(directory, host=LOOPBACK, port=port, held=held)
+    finally:
+        held.release()
+
+
 def test_ports_are_distinct_and_remembered(directory: DataDir) -> None:
-    first = ports.choose(directory, host=LOOPBACK, port=0)
+    first = chosen(directory, port=0)
     assert set(first) == {"api", "valkey", *WEED_PORTS}
     used = [*first.values(), *(first[name] + GRPC_OFFSET for name in WEED_PORTS)]
     assert len(set(used)) == len(used)
-    assert ports.choose(directory, host=LOOPBACK, port=None) == first
+    assert chosen(directory, port=None) == first
 
 
 def test_taken_ports_are_chosen_anew(directory: DataDir) -> None:
-    first = ports.choose(directory, host=LOOPBACK, port=0)
+    first = chosen(directory, port=0)
     with listening(first["api"]), listening(first["valkey"]), listening(first["filer"] + GRPC_OFFSET):
-        second = ports.choose(directory, host=LOOPBACK, port=None)
+        second = chosen(directory, port=None)
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"api", "valkey", "filer"}
 
 
 def test_a_named_port_that_is_taken_is_refused(directory: DataDir) -> None:
-    port = ports.choose(directory, host=LOOPBACK, port=0)["api"]
+    port = chosen(directory, port=0)["api"]
     with listening(port), pytest.raises(ports.PortTakenError, match=f"Port {port} on 127.0.0.1 is taken"):
-        ports.choose(directory, host=LOOPBACK, port=port)
-    assert ports.choose(directory, host=LOOPBACK, port=port)["api"] == port
+        chosen(directory, port=port)
+    assert chosen(directory, port=port)["api"] == port
 
 
 def test_a_broken_file_is_no_obstacle(directory: DataDir) -> None:
     (directory.run / "ports.json").write_text('{"api": "x", "valkey": null}')
-    assert ports.choose(directory, host=LOOPBACK, port=0)["valkey"] > 0
+    assert chosen(directory, port=0)["valkey"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are held by Linux's abstract names")
+def test_stacks_that_start_together_choose_different_ports(tmp_path: Path) -> None:
+    held, chosen_ports = [ports.HeldPorts() for _ in range(3)], []
+    for number, mine in enumerate(held):
+        directory = DataDir(tmp_path / str(number))
+        directory.create()
+        chosen_ports += ports.choose(directory, host=LOOPBACK, port=None, held=mine).values()
+    assert len(set(chosen_ports)) == len(chosen_ports)
+    with pytest.raises(ports.PortTakenError):
+        ports.choose(directory, host=LOOPBACK, port=chosen_ports[0], held=held[-1])
+    for mine in held:
+        mine.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -111,3 +112,13 @@ def test_poison_covers_exactly_its_blocks() -> None:
     assert all(x.isnan().all() for block in (3, 5) for x in content(pool, block))
     assert all(same(content(pool, b), o) for b, o in zip((0, 1, 2, 4, 6), others, strict=True))
     assert not any(cache[pool.zero_slot :].any() for layer in range(3) for cache in pool.layer(layer))
+
+
+def test_memory_is_taken_only_when_written() -> None:
+    """A pool is sized for the worst case; a short job must not pay for it."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    blocks = (512 << 20) // block_bytes(MODEL, "float32", 4)
+    pool = make_pool(num_blocks=blocks, seed=None)
+    pool.poison([blocks - 1])
+    assert process.memory_info().rss - before < 64 << 20

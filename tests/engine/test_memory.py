@@ -1,0 +1,71 @@
+"""The memory plan: respects what it is told, takes a modest share of what is free, and says why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.pool import block_bytes
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError
+from engine.memory import KV_SHARE, available_bytes, plan_memory
+from engine.model.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=49152,
+    hidden=576,
+    mlp=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    context_tokens=8192,
+    norm_eps=1e-5,
+    rope_theta=1e5,
+    is_tied=True,
+)
+GIB = 1 << 30
+
+
+def config(**changes: object) -> EngineConfig:
+    return EngineConfig(model="m", **changes)
+
+
+def test_parameters_are_counted_as_the_model_card_says() -> None:
+    assert MODEL.num_parameters == 134_515_008
+    assert block_bytes(MODEL, "bf16", 1) == 23_040
+
+
+def test_numbers_that_were_given_are_kept() -> None:
+    assert plan_memory(config(num_blocks=77), MODEL, available=GIB).num_blocks == 77
+    plan = plan_memory(config(kv_bytes=GIB), MODEL, available=GIB)
+    assert plan.num_blocks == GIB // (16 * 23_040)
+    assert plan.kv_bytes <= GIB
+
+
+@given(available=st.integers(GIB, 1 << 45), max_running=st.integers(1, 512), block_tokens=st.sampled_from([1, 16, 64]))
+def test_kv_takes_a_share_but_never_more_than_can_be_used(available: int, max_running: int, block_tokens: int) -> None:
+    plan = plan_memory(config(max_running=max_running, block_tokens=block_tokens), MODEL, available=available)
+    assert plan.kv_bytes <= KV_SHARE * available
+    assert plan.num_blocks * block_tokens <= max_running * MODEL.context_tokens
+    assert plan.num_blocks >= 2
+    assert plan.weight_bytes + plan.workspace_bytes + plan.kv_bytes <= available
+
+
+def test_the_answer_is_explained_in_one_sentence() -> None:
+    sentence = plan_memory(config(), MODEL, available=8 * GIB).sentence
+    assert "25% of the" in sentence
+    assert sentence.count(".") == 1
+    assert "all that 2 sequences" in plan_memory(config(max_running=2), MODEL, available=80 * GIB).sentence
+
+
+def test_too_little_memory_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelError, match=r"needs 257 MiB for weights .* only 100 MiB of memory is free"):
+        plan_memory(config(), MODEL, available=100 << 20)
+    with pytest.raises(ConfigError, match="kv_bytes is 1000"):
+        plan_memory(config(kv_bytes=1000), MODEL, available=GIB)
+
+
+def test_this_machine_has_memory() -> None:
+    assert available_bytes() > 0

@@ -87,6 +87,7 @@ class Scheduler:
         next_use: Callable[[bytes], float] | None = None,
     ) -> None:
         self.counters = Counters()
+        self._block_tokens = block_tokens
         self._step_tokens = step_tokens
         self._max_running = max_running
         self._judge = judge
@@ -173,7 +174,7 @@ class Scheduler:
             is_prefill = seq.num_pending > 1 and self._is_ready(seq)
             if budget.tokens and is_prefill and (chunks or self._make_room(seq)):
                 self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
-        if preemptions == self.counters.preemptions and self._may_admit:
+        if preemptions == self.counters.preemptions and self._may_admit and len(self._waiting):
             self._admit(budget, chunks, shares)
         if not chunks:
             return None
@@ -244,7 +245,7 @@ class Scheduler:
         return seq
 
     def _too_large(self, seq: Sequence) -> str:
-        held = self.num_blocks * self._tables.block_tokens
+        held = self.num_blocks * self._block_tokens
         return (
             f"The request needs more KV cache than there is: {seq.num_prompt_tokens} prompt tokens and up to "
             f"{seq.max_outputs} output tokens against {held}; shorten it or give the engine more memory for KV."
@@ -263,7 +264,9 @@ class Scheduler:
             and list(child.request.prompt_ids) == list(parent.request.prompt_ids)
             and (child.request.salt, child.request.adapter) == (parent.request.salt, parent.request.adapter)
             and len(self._running) < self._max_running
-            and self._fits(child, parent.entries[: (prompt_tokens - 1) // self._tables.block_tokens])
+            and self._fits(
+                [*self._loads(), self._new_load(child, parent.entries[: (prompt_tokens - 1) // self._block_tokens])]
+            )
         )
 
     def _is_ready(self, seq: Sequence) -> bool:
@@ -319,6 +322,7 @@ class Scheduler:
 
     def _admit(self, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]) -> None:
         passed: list[Sequence] = []
+        loads, num_shared = self._loads(), self._pool.num_shared
         while budget.tokens and len(self._running) < self._max_running and len(passed) <= _LOOK_AHEAD:
             seq = self._waiting.pop()
             if seq is None:
@@ -329,7 +333,10 @@ class Scheduler:
                 self._waiting.park(seq, key)
                 continue
             other_lane = bool(passed) and seq.request.lane != passed[0].request.lane
-            if other_lane or not self._fits(seq, chain):
+            if num_shared != self._pool.num_shared:  # somebody's private blocks are shared now
+                loads, num_shared = self._loads(), self._pool.num_shared
+            load = self._new_load(seq, chain)
+            if other_lane or not self._fits([*loads, load]):
                 passed.append(seq)
                 if other_lane or seq.num_overtaken >= _PATIENCE:
                     break
@@ -339,6 +346,7 @@ class Scheduler:
             self._tables.admit(seq, chain)
             self._start(seq, is_first=is_first)
             self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
+            loads.append(load)
             for other in passed:
                 other.num_overtaken += 1
         for seq in passed:
@@ -353,22 +361,26 @@ class Scheduler:
         else:
             self.counters.recomputed_tokens -= seq.computed_tokens
 
-    def _fits(self, seq: Sequence, chain: list[Entry]) -> bool:
-        """Whether the predicted peak of the running sequences and this one fits. A first one is always let in."""
-        if not self._running:
-            return True
-        if len(chain) * self._tables.block_tokens == len(seq.tokens):
+    def _fits(self, loads: list[Load]) -> bool:
+        """Whether the predicted peak of these sequences fits. A first one is always let in."""
+        peak_blocks = self._pool.num_shared + predicted_peak_blocks(loads, self._block_tokens)
+        return len(loads) == 1 or peak_blocks <= self.num_blocks * (1 - self._forecast.reserve)
+
+    def _loads(self) -> list[Load]:
+        """Of the running sequences."""
+        return [self._load(seq, self._tables.num_shared(seq)) for seq in self._running]
+
+    def _new_load(self, seq: Sequence, chain: list[Entry]) -> Load:
+        """Of a sequence that would start from `chain`: blocks of it that somebody uses cost nothing."""
+        if len(chain) * self._block_tokens == len(seq.tokens):
             chain = chain[:-1]  # its last block will be a copy
-        in_use = sum(1 for entry in chain if self._pool.num_references(entry.block))
-        loads = [self._load(running, self._tables.num_shared(running)) for running in self._running]
-        loads.append(self._load(seq, in_use))
-        peak_blocks = self._pool.num_shared + predicted_peak_blocks(loads, self._tables.block_tokens)
-        return peak_blocks <= self.num_blocks * (1 - self._forecast.reserve)
+        return self._load(seq, sum(1 for entry in chain if self._pool.num_references(entry.block)))
 
     def _load(self, seq: Sequence, shared_blocks: int) -> Load:
-        expected = self._forecast.output_tokens(seq.request.params, seq.num_outputs, seq.max_outputs)
-        private_tokens = max(len(seq.tokens) - shared_blocks * self._tables.block_tokens, 0)
-        return Load(private_tokens, max(expected - seq.num_outputs - 1, 0))
+        num_outputs = seq.num_outputs
+        expected = self._forecast.output_tokens(seq.request.params, num_outputs, seq.max_outputs)
+        private_tokens = max(len(seq.tokens) - shared_blocks * self._block_tokens, 0)
+        return Load(private_tokens, max(expected - num_outputs - 1, 0))
 
     def _commit_blocks(self, seq: Sequence, end_tokens: int) -> None:
         before = len(seq.entries)

@@ -344,6 +344,25 @@ def test_seam_4_steps_scheduled_before_the_last_commit_give_the_same_answers(dep
     assert placeholders == (depth > 1)
 
 
+def test_seam_4_a_placeholder_is_computed_right_after_the_step_that_samples_it_or_once_it_was_read() -> None:
+    """The runner knows its last step only. Here a more urgent fork takes the step in between."""
+    harness = Harness(step_tokens=1)
+    harness.add(request("parent", [5], 6, lane=1, ignore_eos=True))
+    harness.launch()
+    harness.commit()
+    harness.launch()
+    child = harness.requests["child"] = request("child", [5], 1, ignore_eos=True)
+    harness.scheduler.fork("parent", child)
+    plan = harness.launch()
+    assert plan is not None
+    assert [chunk.seq_id for chunk in plan.chunks] == ["child"]
+    assert harness.launch() is None, "the parent's token is neither read nor the runner's last"
+    harness.commit()
+    harness.commit()
+    harness.run()
+    harness.assert_answers()
+
+
 def test_seam_4_blocks_enter_the_index_at_commit_only() -> None:
     harness = Harness(step_tokens=64)
     harness.add(request("r", STEM, 4))

@@ -112,8 +112,9 @@ class Intake:
             return held
 
     def hold(self, output: StepOutput) -> None:
-        """Keeps results for the next step's caller."""
+        """Keeps results for the next step's caller; their requests stay unfinished until then."""
         with self._lock:
+            self._open.update(completion.request_id for completion in output.completions)
             for request_id, token_ids in output.new_tokens.items():
                 self._held.new_tokens.setdefault(request_id, []).extend(token_ids)
             self._held.completions += output.completions

@@ -82,6 +82,7 @@ def test_seam_1_run_filters_and_step_still_gets_what_was_not_for_run() -> None:
     other = request("other", [8, 8], 2, ignore_eos=True)
     engine.add(other)
     assert [c.request_id for c in engine.run([request("mine", [3, 4, 5], 9)])] == ["mine"]
+    assert engine.num_unfinished() == 1, "nobody has got its completion yet"
     output = engine.step()
     assert [c.request_id for c in output.completions] == ["other"]
     assert output.new_tokens == {"other": answer(other)[0]}

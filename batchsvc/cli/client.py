@@ -11,20 +11,11 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.exits import ApiError, CommandError, Exit
 
 _PATIENCE_S = 60.0  # how long a read may fail before we give up: an API that crashed is back within seconds
 _CREATE_ATTEMPTS = 4
 _CHUNK_BYTES = 1 << 20
-
-
-class ApiError(CommandError):
-    """The server answered with an error envelope."""
-
-    def __init__(self, message: str, code: Exit, *, status: int, error_code: str | None) -> None:
-        super().__init__(message, code)
-        self.status = status
-        self.error_code = error_code
 
 
 class Client:
@@ -177,11 +168,9 @@ class _Counted:
 
 def _refusal(response: httpx.Response) -> CommandError:
     """The sentence of an error envelope. A server that is down for the moment counts as unreachable."""
-    message, error_code = "", None
     try:
-        envelope = response.json()["error"]
-        message, error_code = str(envelope["message"]), envelope.get("code")
+        message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"The server answered {response.status_code}."
     code = Exit.UNREACHABLE if response.status_code in (502, 503, 504) else Exit.FAILED
-    return ApiError(message, code, status=response.status_code, error_code=error_code)
+    return ApiError(message, code, status=response.status_code)

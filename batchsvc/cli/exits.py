@@ -40,6 +40,14 @@ class CommandError(Exception):
         self.code = code
 
 
+class ApiError(CommandError):
+    """A server answered with an error envelope; its message is the sentence."""
+
+    def __init__(self, message: str, code: Exit, *, status: int) -> None:
+        super().__init__(message, code)
+        self.status = status
+
+
 def help_table() -> str:
     """The table as text for --help."""
     rows = "\n".join(f"  {code.value:>3}  {text}" for code, text in TABLE.items())

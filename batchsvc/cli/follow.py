@@ -149,11 +149,12 @@ class _Bar:
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         self._bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),  # folds in a narrow window
             console=RichConsole(stderr=True),
             transient=True,
         )

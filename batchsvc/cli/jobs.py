@@ -77,7 +77,7 @@ def watch(
         if batch["status"] == "failed":
             outcome.tell_problems(batch, console)
         else:
-            outcome.summary(batch, console, results="", elapsed_s=outcome.elapsed_of(batch))
+            outcome.summary(batch, console, elapsed_s=outcome.elapsed_of(batch))
         console.result(batch)
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
@@ -115,7 +115,7 @@ def show(
     if batch["status"] == "failed" and not as_json:
         outcome.tell_problems(batch, console)
         return
-    outcome.summary(batch, console, results="", elapsed_s=outcome.elapsed_of(batch))
+    outcome.summary(batch, console, elapsed_s=outcome.elapsed_of(batch))
     extra = {"Name": batch.get("name"), "Model": batch.get("model"), "Waiting for": batch.get("waiting_for")}
     console.fields({name: value for name, value in extra.items() if value})
 

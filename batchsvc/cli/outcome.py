@@ -44,8 +44,15 @@ def tell_problems(batch: dict[str, Any], console: Console) -> None:
         console.say("Correct these lines, or add --skip-invalid to turn each into an error line.")
 
 
-def summary(batch: dict[str, Any], console: Console, *, results: str, elapsed_s: float | None) -> None:
-    """The figures of an ended batch. `elapsed_s` is None when we did not see it run."""
+def summary(
+    batch: dict[str, Any],
+    console: Console,
+    *,
+    results: str = "",
+    elapsed_s: float | None = None,
+    before: dict[str, Any] | None = None,
+) -> None:
+    """The figures of an ended batch. Its speed is of the `elapsed_s` since it looked like `before`."""
     counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
     total, failed = counts.get("total", 0), counts.get("failed", 0)
     tokens_in, tokens_out = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
@@ -57,7 +64,9 @@ def summary(batch: dict[str, Any], console: Console, *, results: str, elapsed_s:
         "Tokens": f"{tokens_in:,} input, of them {cached:,} cached ({share}); {tokens_out:,} output",
     }
     if elapsed_s:
-        rate, out_rate = (tokens_in + tokens_out) / elapsed_s, tokens_out / elapsed_s
+        earlier = (before or {}).get("usage") or {}
+        new_in, new_out = tokens_in - earlier.get("input_tokens", 0), tokens_out - earlier.get("output_tokens", 0)
+        rate, out_rate = (new_in + new_out) / elapsed_s, new_out / elapsed_s
         says["Speed"] = f"{rate:,.1f} tokens/s, of them {out_rate:,.1f} output, in {clock(elapsed_s)}"
     if "cost_nanos" in usage:
         standard = usage.get("standard_nanos", batch.get("standard_nanos"))

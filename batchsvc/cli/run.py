@@ -11,7 +11,7 @@ import typer
 
 from batchsvc.cli import attach, merge, outcome
 from batchsvc.cli.console import Console
-from batchsvc.cli.exits import CommandError, Exit, allowed_errors
+from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
 from batchsvc.cli.options import AllowErrorsOption, DataDirOption, JsonOption, KeyOption, UrlOption
 from batchsvc.cli.target import Session, absolute_model, opened, select
@@ -61,14 +61,14 @@ def run(
         batch: dict[str, Any] | None = None
         try:
             batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=path)
-            started = time.monotonic()
+            before, started = batch, time.monotonic()
             batch = follow(session.client, batch, console)
             elapsed_s = time.monotonic() - started
             if batch["status"] == "failed":
                 outcome.tell_problems(batch, console)
             else:
                 merge.write_results(session.client, batch, path)
-                outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s)
+                outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s, before=before)
         except KeyboardInterrupt:
             raise CommandError(_interrupted(session, batch, path), Exit.INTERRUPTED) from None
         console.result(batch)
@@ -95,6 +95,24 @@ def start(
         if found := attach.find(session.client, wish):
             console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
             return found
+    try:
+        return _create(session, console, source, sha256=sha256, name=name, model=model, on_invalid=on_invalid)
+    except ApiError as error:
+        if error.status in (400, 413, 415, 422):
+            raise CommandError(error.message, Exit.REFUSED) from error
+        raise
+
+
+def _create(
+    session: Session,
+    console: Console,
+    source: Path,
+    *,
+    sha256: str,
+    name: str | None,
+    model: str | None,
+    on_invalid: str,
+) -> dict[str, Any]:
     uploaded = session.client.upload(source, _upload_progress(console, source.stat().st_size))
     metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
     body: dict[str, Any] = {

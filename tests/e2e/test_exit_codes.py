@@ -92,6 +92,13 @@ def test_4_an_unknown_model_shows_the_way_out(stack: Stack, stack_cli: Run, tmp_
     assert aliased.code == 0, aliased.err
 
 
+def test_4_a_refused_call(stack: Stack, stack_cli: Run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(0, stack.model)])
+    refused = stack_cli("run", source, "-o", tmp_path / "out.jsonl", "--name", "n" * 200)
+    assert refused.code == 4
+    assert refused.err.count("\n") == 1
+
+
 def test_5_cancelled(stack: Stack, stack_cli: Run, tmp_path: Path) -> None:
     rows = [line(i, stack.model, max_tokens=900, ignore_eos=True) for i in range(20)]
     source = write_lines(tmp_path / "in.jsonl", rows)

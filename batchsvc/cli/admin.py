@@ -45,11 +45,19 @@ def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *,
         from batchsvc.db.session import Database
         from batchsvc.settings import Settings
 
-        yield DatabaseAdmin(Database(Settings.from_env().database_url))
+        database = Database(Settings.from_env().database_url)
+        try:
+            yield DatabaseAdmin(database)
+        finally:
+            database.dispose()
         return
     target = select(data_dir, url, api_key, os.environ)
     if target.directory is not None:
-        yield DatabaseAdmin(_database_of(target.directory))
+        database = _database_of(target.directory)
+        try:
+            yield DatabaseAdmin(database)
+        finally:
+            database.dispose()
         return
     from batchsvc.cli.client import Client
 

@@ -1,0 +1,126 @@
+"""A deployment by settings alone, on PostgreSQL, Redis and S3: each process by one command, then a job over HTTP."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import create_engine, text
+
+from batchsvc.stack.services import choose_ports
+from tests.e2e.conftest import BATCHSVC, FAST_SETTINGS, LIVENESS_S, CommandLine, line, read_lines, wait_for, write_lines
+from tests.servers import S3Server
+
+Deployment = tuple[str, dict[str, str]]
+
+
+@pytest.fixture
+def deployment(
+    postgres_url: str, redis_url: str, s3_server: S3Server, tiny_model: str, tmp_path: Path
+) -> Iterator[Deployment]:
+    """The API's URL and the settings."""
+    name = "t_" + secrets.token_hex(6)
+    admin = create_engine(postgres_url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    base, _, query = postgres_url.partition("?")
+    port = choose_ports(("api",))["api"]
+    password_file = tmp_path / "s3_secret"
+    password_file.write_text(s3_server.secret_key + "\n")
+    settings = {
+        **FAST_SETTINGS,
+        "DATABASE_URL": base.rsplit("/", 1)[0] + f"/{name}" + (f"?{query}" if query else ""),
+        "REDIS_URL": redis_url,
+        "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
+        "AWS_ACCESS_KEY_ID": s3_server.access_key,
+        "AWS_SECRET_ACCESS_KEY_FILE": str(password_file),
+        "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
+        "BATCHSVC_MODEL": tiny_model,
+        "BATCHSVC_PORT": str(port),
+    }
+    yield f"http://127.0.0.1:{port}", settings
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+def test_every_process_by_one_command(
+    deployment: Deployment,
+    cli: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_model: str,
+) -> None:
+    url, settings = deployment
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    migrated = cli("migrate")
+    assert migrated.code == 0, migrated.err
+    key = cli("keys", "create", "first", "--from-env").out.strip()
+    added = cli("models", "add", tiny_model, "--as", "tiny", "--from-env")
+    assert added.code == 0, added.err
+    with ExitStack() as processes:
+        for role in ("api", "control", "engine"):
+            processes.enter_context(_Serving(role, tmp_path))
+        wait_for(lambda: _answers(f"{url}/readyz"), "the API ready")
+        server = ("--url", url, "--api-key", key)
+        wait_for(lambda: cli("models", "list", "--json", *server).json["data"][0]["workers"] == 1, "the engine worker")
+        source = write_lines(tmp_path / "in.jsonl", [line(i, "tiny") for i in range(6)])
+        ran = cli("run", source, "-o", tmp_path / "out.jsonl", *server)
+        assert ran.code == 0, ran.err
+        assert [row["custom_id"] for row in read_lines(tmp_path / "out.jsonl")] == [f"r{i}" for i in range(6)]
+        shown = httpx.get(f"{url}/metrics", trust_env=False)
+        assert shown.status_code == 200
+        assert _answers(f"{url}/livez")
+    assert cli("list", *server).code == 6
+
+
+@pytest.mark.parametrize("command", ["migrate", "keys list --from-env"])
+def test_a_missing_setting_is_one_sentence(command: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATABASE_URL", "REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+    refused = cli(*command.split())
+    assert refused.code == 1
+    assert refused.err == "batchsvc: DATABASE_URL is not set. REDIS_URL is not set.\n"
+
+
+@pytest.mark.parametrize("role", ["api", "engine"])
+def test_a_process_without_its_settings_ends_with_one_sentence(role: str, tmp_path: Path) -> None:
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    refused = subprocess.run(
+        [*BATCHSVC, "serve", role], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 1
+    assert refused.stderr == "DATABASE_URL is not set. REDIS_URL is not set.\n"
+
+
+class _Serving:
+    """A process of the deployment: started, and ended in order at the end of the block."""
+
+    def __init__(self, role: str, folder: Path) -> None:
+        self._log = folder / f"{role}.log"
+        self._role = role
+
+    def __enter__(self) -> None:
+        with self._log.open("wb") as sink:
+            self._process = subprocess.Popen([*BATCHSVC, "serve", self._role], stdout=sink, stderr=sink)
+
+    def __exit__(self, *_: Any) -> None:
+        self._process.terminate()
+        code = self._process.wait(LIVENESS_S)
+        assert code in (0, -signal.SIGTERM), self._log.read_text()[-3000:]  # uvicorn ends by the signal, in order
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -177,6 +177,16 @@ def test_a_request_that_outgrows_the_pool_alone_ends_with_an_error() -> None:
     harness.assert_answers(["fits"])
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_answer_that_ends_with_the_last_slot_of_the_pool_is_no_error_at_any_depth(depth: int) -> None:
+    """16 positions hold 6 + 10 tokens, the eleventh is EOS: it may be unread when the next step finds no block."""
+    made = (request("r", [2] * 6, 40, seed=seed) for seed in range(9_999))
+    harness = Harness(num_blocks=4)
+    harness.add(next(m for m in made if answer(m)[1] is FinishReason.STOP and len(answer(m)[0]) == 11))
+    harness.run(depth=depth)
+    harness.assert_answers()
+
+
 def test_a_large_request_waits_while_small_ones_pass_but_not_for_ever() -> None:
     harness = Harness(num_blocks=16, max_running=8, step_tokens=64)
     harness.add(request("first", [9] * 20, 8, ignore_eos=True))

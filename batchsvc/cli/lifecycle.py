@@ -81,9 +81,9 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     if state is None:
         console.out(f"No stack is running in {directory.root}: start one with `batchsvc up`.")
         raise typer.Exit(Exit.FAILED)
-    console.fields({"URL": state.url, "Data": directory.root, "Model": state.model, "Phase": state.phase})
+    console.fields({"URL": state.url, "Data": directory.root, "Model": state.model, "Phase": shown["phase"]})
     console.table(shown["processes"], ("name", "pid", "state"))
-    if not (state.is_ready and all(process["state"] == "ready" for process in shown["processes"])):
+    if not all(process["state"] == "ready" for process in shown["processes"]) or shown["phase"] != "ready":
         raise typer.Exit(Exit.FAILED)
 
 
@@ -121,9 +121,23 @@ def status_of(directory: DataDir, state: StackState | None) -> dict[str, Any]:
         "url": state.url if state else None,
         "data_dir": str(directory.root),
         "model": state.model if state else None,
-        "phase": state.phase if state else "stopped",
+        "phase": _phase(state) if state else "stopped",
         "processes": [{"name": p.name, "pid": p.pid, "state": p.state} for p in processes],
     }
+
+
+def _phase(state: StackState) -> str:
+    """What the stack says of itself, and what its API says of the parts when all processes seem well."""
+    if not state.is_ready:
+        return state.phase if state.phase != "ready" else "not ready"
+    import httpx
+
+    try:
+        health = httpx.get(state.url.removesuffix("/v1") + "/readyz", timeout=10, trust_env=False).json()
+        broken = [text for text in health["parts"].values() if text != "ok"]
+    except (httpx.HTTPError, ValueError, KeyError, AttributeError):
+        return "the API doesn't answer"
+    return " ".join(broken) or "ready"
 
 
 def ready_block(state: StackState, directory: DataDir) -> str:

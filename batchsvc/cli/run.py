@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 import typer
 
 from batchsvc.cli import attach, merge, outcome
@@ -14,10 +15,11 @@ from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
 from batchsvc.cli.options import AllowErrorsOption, DataDirOption, JsonOption, KeyOption, UrlOption
-from batchsvc.cli.target import Session, absolute_model, opened, select
-from batchsvc.stack.options import ALL
+from batchsvc.cli.target import Session, Target, absolute_model, opened, select
+from batchsvc.stack.options import ALL, DEFAULT_MODEL
 
 ENDPOINT = "/v1/chat/completions"
+_FIRST_LINE_BYTES = 1 << 20
 _TELL_BYTES = 32 * 1024 * 1024  # uploads above this say how far they are
 
 ModelOption = Annotated[
@@ -57,7 +59,8 @@ def run(
     check_output(path, source)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    with opened(target, console, roles=ALL, purpose="run", model=model) as session:
+    served = model or model_to_serve(target, source)
+    with opened(target, console, roles=ALL, purpose="run", model=served) as session:
         batch: dict[str, Any] | None = None
         try:
             batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=path)
@@ -161,6 +164,22 @@ def check_output(path: Path, source: Path | None) -> None:
             partial.unlink()
     except OSError as error:
         raise CommandError(f"{path} can't be written: {error.strerror}.", Exit.USAGE) from error
+
+
+def model_to_serve(target: Target, source: Path) -> str | None:
+    """The model that a stack for this file has to serve: what its first line names, if that was registered."""
+    if target.directory is None:
+        return None
+    try:
+        with source.open("rb") as file:
+            named = orjson.loads(file.readline(_FIRST_LINE_BYTES))["body"]["model"]
+    except (ValueError, TypeError, KeyError):  # Parquet, or a line that the planner will refuse
+        return None
+    if not isinstance(named, str) or named == DEFAULT_MODEL:
+        return None
+    from batchsvc.stack.prepare import registered_path
+
+    return registered_path(target.directory, named)
 
 
 def _upload_progress(console: Console, total: int) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import service as accounts
@@ -70,6 +71,25 @@ def prepare_model(database: Database, name: str, say: Callable[[str], None]) -> 
         models.register(session, **registration)
 
     database.run(register)
+
+
+def registered_path(directory: DataDir, name: str) -> str | None:
+    """Where the model lies (or its own name, if we ship it) that a name means here; None for an unknown name."""
+    from engine.load.fetch import KNOWN_MODELS
+
+    if not directory.database.exists():
+        return None
+    database = Database(directory.database_url)
+    try:
+        with database.reading() as session:
+            row = models.resolve(session, name)
+            if row is None:
+                return None
+            return row.id if row.id in KNOWN_MODELS else row.path
+    except OperationalError:  # made by an older version; the start will migrate it
+        return None
+    finally:
+        database.dispose()
 
 
 def _prepare_key(directory: DataDir, database: Database, path: Path, name: str, *, is_admin: bool) -> None:

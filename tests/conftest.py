@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 
 from batchsvc.settings import Settings
@@ -41,7 +43,23 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 
 @pytest.fixture
-def settings(database_url: str, redis_url: str, s3_server: servers.S3Server) -> Settings:
+def bucket(s3_server: servers.S3Server) -> Iterator[str]:
+    """The name of a bucket of the test's own; it goes with the test, because the server holds about 75 at once."""
+    name = "t" + secrets.token_hex(8)
+    yield name
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3_server.endpoint,
+        aws_access_key_id=s3_server.access_key,
+        aws_secret_access_key=s3_server.secret_key,
+        region_name="us-east-1",
+    )
+    with contextlib.suppress(client.exceptions.NoSuchBucket):
+        client.delete_bucket(Bucket=name)  # SeaweedFS takes its objects along
+
+
+@pytest.fixture
+def settings(database_url: str, redis_url: str, s3_server: servers.S3Server, bucket: str) -> Settings:
     """Settings of a deployment on the real servers, with a bucket of its own."""
     return Settings.from_env(
         {
@@ -50,6 +68,6 @@ def settings(database_url: str, redis_url: str, s3_server: servers.S3Server) -> 
             "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
             "AWS_ACCESS_KEY_ID": s3_server.access_key,
             "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
-            "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
+            "BATCHSVC_BUCKET": bucket,
         }
     )

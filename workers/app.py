@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,8 @@ def _work(
     signalled: Callable[[], None],
 ) -> int:
     warnings.filterwarnings("ignore", category=SecurityWarning)  # it fears pickle as root; we take JSON alone
+    for chatty in ("celery.worker.strategy", "celery.app.trace"):  # two lines a ticket
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     app.steps["worker"].add(step_of(start, stop))
     no_setup = signals.setup_logging.connect(lambda **_: None, weak=False)  # ours is set up already
     on_signal = signals.worker_shutting_down.connect(lambda **_: signalled(), weak=False)

@@ -43,6 +43,7 @@ class LeaseKeeper:
         db: Database,
         owner: str,
         *,
+        digest: str,
         lease_s: float,
         renew_s: float,
         beat: Callable[[], Beat],
@@ -52,6 +53,7 @@ class LeaseKeeper:
     ) -> None:
         self._db = db
         self._owner = owner
+        self._digest = digest
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._beat = beat
@@ -119,7 +121,7 @@ class LeaseKeeper:
         try:
             with self._db.transaction() as session:
                 renewed = unit_queries.renew(session, self._owner, self._lease_s)
-                worker_queries.beat(session, self._owner, is_draining=beat.is_draining, stats=beat.stats)
+                worker_queries.beat(session, self._owner, self._digest, is_draining=beat.is_draining, stats=beat.stats)
                 return renewed
         except DBAPIError as error:
             log.warning("lease.not_renewed", error=type(error).__name__)

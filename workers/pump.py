@@ -21,6 +21,7 @@ from workers.thread import WorkThread
 
 log = structlog.get_logger(__name__)
 
+_LAST_STEP_S = 5.0  # how long the end of the process waits for a step under way
 _LOOK_S = 0.05  # the longest that a thread sleeps while there may be something to do
 
 
@@ -92,7 +93,7 @@ class Pump:
         self._wake.set()
         self._work.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(_LAST_STEP_S)
 
     def wake(self) -> None:
         """Look at the sources now."""

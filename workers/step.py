@@ -81,6 +81,7 @@ class EngineRun:
         self._leases = LeaseKeeper(
             self._lease_db,
             owner,
+            digest=digest,
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             beat=self._beat,

@@ -47,7 +47,7 @@ class PartsOf(Protocol):
     @property
     def is_troubled(self) -> bool: ...
     def add(self, unit: ClaimedUnit, lines: list[FinishedLine]) -> None: ...
-    def end(self, unit: ClaimedUnit, *, release: bool, crashed: bool = False) -> None: ...
+    def end(self, unit: ClaimedUnit, *, release: bool, crashed: bool = False, delay_s: float = 0) -> None: ...
     def drop(self, unit_id: str) -> None: ...
 
 
@@ -258,7 +258,7 @@ class UnitSource:
                 self._start(unit)
             except (ServiceError, ValueError, OSError) as error:
                 log.warning("unit.not_read", unit=unit.id, key=unit.s3_key, error=type(error).__name__)
-                self._parts.end(unit, release=True)
+                self._parts.end(unit, release=True, delay_s=self._lease_s)
                 return False
         return bool(claimed)
 

@@ -46,6 +46,7 @@ class _Buffer:
     is_ending: bool = False
     release: bool = False
     crashed: bool = False
+    delay_s: float = 0.0
     stored: NewPart | None = None  # in the store; whether it counts is not known
     sent: int = 0  # lines that `stored` holds: the first ones
 
@@ -122,11 +123,11 @@ class Writer:
             buffer.num_bytes += sum(len(finished.line.row) for finished in lines)
             self._changed.notify_all()
 
-    def end(self, unit: ClaimedUnit, *, release: bool, crashed: bool = False) -> None:
+    def end(self, unit: ClaimedUnit, *, release: bool, crashed: bool = False, delay_s: float = 0) -> None:
         """No more lines come: write what is there, then, if it isn't done, `release` the unit."""
         with self._changed:
             buffer = self._buffers.setdefault(unit.id, _Buffer(unit))
-            buffer.is_ending, buffer.release, buffer.crashed = True, release, crashed
+            buffer.is_ending, buffer.release, buffer.crashed, buffer.delay_s = True, release, crashed, delay_s
             self._changed.notify_all()
 
     def drop(self, unit_id: str) -> None:
@@ -221,7 +222,10 @@ class Writer:
     def _end(self, buffer: _Buffer) -> None:
         unit = buffer.unit
         if buffer.release:
-            self._db.run(lambda session: unit_queries.release(session, unit.id, unit.epoch, crashed=buffer.crashed))
+            crashed, delay_s = buffer.crashed, buffer.delay_s
+            self._db.run(
+                lambda session: unit_queries.release(session, unit.id, unit.epoch, crashed=crashed, delay_s=delay_s)
+            )
         self.drop(unit.id)
         self._on_end(unit, not buffer.release)
 

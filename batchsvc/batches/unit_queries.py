@@ -196,10 +196,13 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     return True
 
 
-def release(session: Session, unit_id: str, epoch: int, *, crashed: bool = False) -> bool:
-    """Give a leased unit back, claimable at once. `crashed`: the engine died with it. False: it was lost before."""
+def release(session: Session, unit_id: str, epoch: int, *, crashed: bool = False, delay_s: float = 0) -> bool:
+    """Give a leased unit back, claimable after `delay_s`. False: it was lost before.
+
+    `crashed`: the engine died with it.
+    """
     mine = and_(Unit.id == unit_id, Unit.epoch == epoch)
-    return _give_back(session, mine, crashed=crashed, skip_locked=False) > 0
+    return _give_back(session, mine, crashed=crashed, delay_s=delay_s, skip_locked=False) > 0
 
 
 def free_owner(session: Session, host: str, pid: int) -> int:
@@ -286,13 +289,21 @@ def _claimable(now_ms: int) -> tuple[ColumnElement[bool], ...]:
     )
 
 
-def _give_back(session: Session, which: ColumnElement[bool], *, crashed: bool, skip_locked: bool = True) -> int:
+def _give_back(
+    session: Session, which: ColumnElement[bool], *, crashed: bool, delay_s: float = 0, skip_locked: bool = True
+) -> int:
     # to a reaper, a unit that is locked is just being committed or renewed: its owner lives
     picked = select(Unit.id).where(Unit.state == "leased", which).with_for_update(skip_locked=skip_locked).cte("picked")
     freed = session.execute(
         update(Unit)
         .where(Unit.id.in_(select(picked.c.id)))
-        .values(state="ready", owner=None, ticket_ms=0, crash_count=Unit.crash_count + int(crashed))
+        .values(
+            state="ready",
+            owner=None,
+            ticket_ms=0,
+            not_before_ms=database_now_ms(session) + _ms(delay_s),
+            crash_count=Unit.crash_count + int(crashed),
+        )
         .returning(Unit.id)
         .execution_options(synchronize_session=False)
     ).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import delete, exists, select, update
+from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import Unit, Worker
@@ -15,15 +15,16 @@ def register(session: Session, worker_id: str, model_digest: str) -> None:
     """Make a worker known that is ready to claim."""
     now = database_now_ms(session)
     session.add(Worker(id=worker_id, model_digest=model_digest, started_ms=now, beat_ms=now, is_draining=False))
+    session.flush()
 
 
-def beat(session: Session, worker_id: str, *, is_draining: bool, stats: dict[str, Any]) -> None:
-    """Say that a worker is alive, and what its engine does."""
-    session.execute(
-        update(Worker)
-        .where(Worker.id == worker_id)
-        .values(beat_ms=database_now_ms(session), is_draining=is_draining, stats=stats)
-    )
+def beat(session: Session, worker_id: str, model_digest: str, *, is_draining: bool, stats: dict[str, Any]) -> None:
+    """Say that a worker is alive, and what its engine does. One that was taken for dead is known again."""
+    row = session.get(Worker, worker_id)
+    if row is None:
+        register(session, worker_id, model_digest)
+        row = session.get_one(Worker, worker_id)
+    row.beat_ms, row.is_draining, row.stats = database_now_ms(session), is_draining, stats
 
 
 def retire(session: Session, worker_id: str) -> None:

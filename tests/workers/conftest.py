@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from batchsvc.tables import metadata
+from tests import servers
 
 DIGEST = "d" * 64
 RATES = {"input": 10_000_000, "cached_input": 2_500_000, "output": 40_000_000}
@@ -40,7 +40,7 @@ def fast(settings: Settings) -> Settings:
 
 
 @pytest.fixture
-def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: Any) -> Settings:
+def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: servers.S3Server, bucket: str) -> Settings:
     """Short leases on SQLite alone, for tests whose subject isn't the database."""
     return Settings.from_env(
         {
@@ -49,7 +49,7 @@ def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: Any) -> Settings:
             "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
             "AWS_ACCESS_KEY_ID": s3_server.access_key,
             "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
-            "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
+            "BATCHSVC_BUCKET": bucket,
         }
     ).model_copy(update=FAST)
 

@@ -1,0 +1,173 @@
+"""The reaper: each repair alone, on both databases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sqlalchemy import select
+
+from batchsvc.batches import reaper_queries, unit_queries, worker_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Garbage, Unit, Window, Worker
+from batchsvc.clock import now_ms
+from batchsvc.files import service as files
+from tests.workers.conftest import DIGEST, World
+from workers.reaper import Reaper
+
+
+class Line:
+    """A dispatcher that keeps what was sent; `length` is what every queue claims to hold."""
+
+    def __init__(self, length: int | None = 0) -> None:
+        self.length = length
+        self.sent: list[tuple[str, str, int]] = []
+
+    def plan(self, batch_id: str) -> None:
+        self.sent.append(("plan", batch_id, 1))
+
+    def finalize(self, batch_id: str) -> None:
+        self.sent.append(("finalize", batch_id, 1))
+
+    def ticket(self, digest: str, count: int = 1) -> None:
+        self.sent.append(("ticket", digest, count))
+
+    def waiting(self, queue_name: str) -> int | None:
+        return self.length
+
+    def close(self) -> None:
+        pass
+
+
+def reaper(world: World, line: Line, do: Callable[[str], object] = lambda _: None) -> Reaper:
+    return Reaper(world.settings, world.db, world.store, line, plan=do, finalize=do)
+
+
+def test_leases_that_are_over_are_freed_with_a_mark(world: World) -> None:
+    batch_id = world.add_batch(num_lines=4, unit_lines=2)
+    world.db.run(lambda session: unit_queries.claim(session, DIGEST, "w", 0.01, 1))
+    world.db.run(lambda session: unit_queries.claim(session, DIGEST, "w", 60, 1))
+    time.sleep(0.05)
+    reaper(world, Line()).tick()
+    assert [(unit.state, unit.crash_count) for unit in world.units(batch_id)] == [("ready", 1), ("leased", 0)]
+
+
+def test_the_queue_is_filled_up_to_the_claimable_units(world: World) -> None:
+    world.add_batch(num_lines=10, unit_lines=2)
+    line = Line(length=2)
+    here = reaper(world, line)
+    here.tick()
+    here.tick()
+    assert line.sent == [("ticket", DIGEST, 3), ("ticket", DIGEST, 2)], "each unit has one ticket until it is quiet"
+    full = Line(length=5)
+    reaper(world, full).tick()
+    silent = Line(length=None)
+    reaper(world, silent).tick()
+    assert not full.sent and not silent.sent
+
+
+def test_tasks_that_were_lost_are_sent_again_or_done_here(world: World) -> None:
+    planned = world.add_batch(num_lines=2, unit_lines=2)
+    world.set_units(planned, state="pending")
+    world.set_batch(planned, status=Status.VALIDATING)
+    done = world.add_batch(num_lines=2, unit_lines=2)
+    world.set_units(done, state="done")
+    line = Line()
+    reaper(world, line).tick()
+    assert line.sent == [("plan", planned, 1), ("finalize", done, 1)]
+    behind = Line(length=1)
+    reaper(world, behind).tick()
+    assert not behind.sent, "the queue holds them already"
+    did: list[str] = []
+    reaper(world, Line(length=None), did.append).tick()
+    assert did == [planned, done], "without Redis it does the work itself"
+
+
+def test_a_batch_whose_time_is_over_before_it_was_planned_expires_empty(world: World) -> None:
+    batch_id = world.add_batch(num_lines=4, unit_lines=2)
+    stored = [unit.s3_key for unit in world.units(batch_id)]
+    world.set_units(batch_id, state="pending")
+    world.set_batch(batch_id, status=Status.VALIDATING, in_progress_ms=None, expires_ms=1)
+    reaper(world, Line()).tick()
+    batch = world.batch(batch_id)
+    assert (batch.status, batch.why, batch.total, batch.plan_epoch) == (Status.EXPIRED, Status.EXPIRED, 0, 1)
+    with world.db.reading() as session:
+        assert not session.scalars(select(Unit)).all() and not session.scalars(select(Window)).all()
+    assert not any(world.store.head(key) for key in stored)
+
+
+def test_dead_workers_are_forgotten_once_they_hold_nothing(world: World) -> None:
+    world.add_batch(num_lines=2, unit_lines=2)
+    for owner in ("alive", "idle", "holding"):
+        world.db.run(lambda session, owner=owner: worker_queries.register(session, owner, DIGEST))
+    with world.db.transaction() as session:
+        for row in session.scalars(select(Worker).where(Worker.id != "alive")):
+            row.beat_ms = 1
+    world.db.run(lambda session: unit_queries.claim(session, DIGEST, "holding", 60, 1))
+    reaper(world, Line()).tick()
+    with world.db.reading() as session:
+        assert set(session.scalars(select(Worker.id))) == {"alive", "holding"}
+
+
+def test_files_past_their_life_go_and_so_do_their_objects(world: World) -> None:
+    world.add_batch(num_lines=2, unit_lines=2)
+    project_id = next(iter(world.units(world.add_batch(num_lines=2, unit_lines=2)))).project_id
+    world.store.put("in/p/file-a", b"x")
+    with world.db.transaction() as session:
+        row = files.add_upload(
+            session,
+            file_id="file-a",
+            project_id=project_id,
+            filename="a.jsonl",
+            s3_key="in/p/file-a",
+            etag="",
+            sha256="",
+            size_bytes=1,
+            life_s=3600,
+        )
+        row.expires_ms = 1
+    reaper(world, Line()).tick()
+    with world.db.reading() as session:
+        assert "in/p/file-a" not in files.known_keys(session, ["in/p/file-a"])
+    assert world.store.head("in/p/file-a") is None
+    with world.db.reading() as session:
+        assert not session.scalars(select(Garbage)).all()
+
+
+def test_garbage_waits_for_its_time(world: World) -> None:
+    for key, grace_s in (("g/now", 0), ("g/later", 600)):
+        world.store.put(key, b"x")
+        world.db.run(lambda session, key=key, grace_s=grace_s: reaper_queries.discard(session, [key], grace_s=grace_s))
+    reaper(world, Line()).tick()
+    assert world.store.head("g/now") is None and world.store.head("g/later") is not None
+
+
+def test_the_audit_deletes_what_nobody_refers_to(world: World) -> None:
+    world.settings = world.settings.model_copy(update={"garbage_grace_s": 0})
+    running = world.add_batch(num_lines=2, unit_lines=2)
+    ended = world.add_batch(num_lines=2, unit_lines=2)
+    world.set_batch(ended, status=Status.COMPLETED)
+    project_id = world.units(ended)[0].project_id
+    kept = [f"batch/{ended}/out/1/output.jsonl", f"in/{project_id}/file-kept", f"batch/{running}/part/orphan"]
+    gone = [f"batch/{ended}/part/orphan", "batch/batch_never/part/x", f"in/{project_id}/file-lost"]
+    for key in kept + gone:
+        world.store.put(key, b"x")
+    with world.db.transaction() as session:
+        for key in kept[:2]:
+            files.add_result(
+                session,
+                project_id=project_id,
+                filename="f",
+                s3_key=key,
+                etag="",
+                sha256="",
+                size_bytes=1,
+                created_ms=now_ms(),
+                expires_ms=now_ms() + 10**6,
+            )
+    time.sleep(1.1)  # the store tells the time of a write in whole seconds
+    deleted = reaper(world, Line()).audit()
+    assert all(world.store.head(key) for key in kept)
+    assert not any(world.store.head(key) for key in gone)
+    assert deleted == len(gone) + 2, "the ended batch's unit and window file go too"
+    assert world.store.head(world.units(running)[0].s3_key)

@@ -231,14 +231,18 @@ class UnitSource:
         return self._room > 0 and not self.is_draining and not self._parts.is_troubled
 
     def _poll(self) -> None:
-        """Claims without a ticket, now and then: tickets may be lost, and so may all of Redis."""
+        """Claims without a ticket: tickets may be lost, and so may all of Redis.
+
+        It begins `poll_s` after the last ticket, and goes on as there is room until a claim finds nothing.
+        """
         if monotonic_s() < self._next_poll_s or not self._claiming.acquire(blocking=False):
             return
         try:
             while self._has_room():
                 if not self._claim():
+                    wait_s = self._poll_s * random.uniform(0.75, 1.25)  # noqa: S311  spreads the load
+                    self._next_poll_s = monotonic_s() + wait_s
                     break
-            self._next_poll_s = monotonic_s() + self._poll_s * random.uniform(0.75, 1.25)  # noqa: S311  spreads the load
         finally:
             self._claiming.release()
 

@@ -181,3 +181,15 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < deadline, f"never saw: {what}"
         time.sleep(0.1)
     return answer
+
+
+def processes_of(directory: DataDir) -> list[int]:
+    """Every process that works in this data directory."""
+    return [process.pid for process in psutil.process_iter() if _works_in(process, directory.root)]
+
+
+def _works_in(process: psutil.Process, root: Path) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(root)
+    except (psutil.Error, OSError):
+        return False

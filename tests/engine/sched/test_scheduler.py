@@ -193,7 +193,8 @@ def test_a_large_request_waits_while_small_ones_pass_but_not_for_ever() -> None:
     harness.launch()
     harness.commit()
     harness.add(request("large", [1 + i % 30 for i in range(50)], 6, ignore_eos=True))
-    harness.add(*(request(f"small{i}", [2 + i % 40, 3, i // 40], 6, ignore_eos=True) for i in range(400)))
+    lengths = [3 + i % 5 for i in range(400)]  # uneven, so that the pool is never empty by chance
+    harness.add(*(request(f"small{i}", [2 + i % 40, 3, i // 40], n, ignore_eos=True) for i, n in enumerate(lengths)))
     harness.run()
     harness.assert_answers()
     order = list(harness.finished)

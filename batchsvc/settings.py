@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from batchsvc.errors import InvalidRequestError
 
 _SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
+    "database_url": ("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://"),
+    "redis_url": ("redis://", "rediss://", "unix://"),
+    "s3_endpoint": ("http://", "https://"),
+}
 
 
 class SettingsError(InvalidRequestError):
@@ -98,10 +103,21 @@ class Settings(BaseSettings):
         default="info", description="least severe log event"
     )
 
+    @field_validator(*_URLS)
+    @classmethod
+    def _begins_right(cls, value: str | None, info: ValidationInfo) -> str | None:
+        begins = _URLS[str(info.field_name)]
+        if value is not None and not value.startswith(begins):
+            raise ValueError(f"it must begin with {' or '.join(begins)}")
+        return value
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
-        """Settings of this process. Raises SettingsError with one sentence a wrong setting."""
-        variables = dict(os.environ if env is None else env)
+        """Settings of this process; an empty variable counts as unset.
+
+        Raises SettingsError with one sentence a wrong setting.
+        """
+        variables = {name: value for name, value in (os.environ if env is None else env).items() if value}
         for name in _SECRETS:
             if name not in variables and f"{name}_FILE" in variables:
                 try:
@@ -135,6 +151,8 @@ def _sentence(error: ValidationError) -> str:
         name = field if field.isupper() else f"BATCHSVC_{field.upper()}"
         if problem["type"] == "missing":
             says.append(f"{name} is not set.")
+        elif problem["type"] == "value_error":  # a URL: its password must not get into a log
+            says.append(f"{name} can't be used: {problem['ctx']['error']}.")
         else:
             says.append(f"{name} can't be {problem['input']!r}: {problem['msg']}.")
     return " ".join(says)

@@ -42,12 +42,19 @@ def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *,
     if from_env:
         if data_dir is not None or url or api_key:
             raise CommandError("--from-env names a deployment of its own: leave the other flags out.", Exit.USAGE)
+        from sqlalchemy.exc import DBAPIError
+
         from batchsvc.db.session import Database
         from batchsvc.settings import Settings
 
         database = Database(Settings.from_env().database_url)
         try:
             yield DatabaseAdmin(database)
+        except DBAPIError as error:
+            reason = str(error.orig).splitlines()[0].rstrip(".")
+            raise CommandError(
+                f"The database doesn't answer, or isn't migrated (`batchsvc migrate`): {reason}."
+            ) from error
         finally:
             database.dispose()
         return

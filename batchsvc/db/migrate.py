@@ -41,7 +41,8 @@ def upgrade(database_url: str) -> None:
             _refuse_newer(connection, config)
             command.upgrade(config, "head")
     except OperationalError as error:
-        raise UnavailableError(f"The database doesn't answer: {error.orig}.") from error
+        reason = str(error.orig).splitlines()[0].rstrip(".")
+        raise UnavailableError(f"The database doesn't answer: {reason}.") from error
     finally:
         database.dispose()
 

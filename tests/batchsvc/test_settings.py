@@ -55,6 +55,28 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: str) -> None:
         Settings.from_env({**BASE, name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DATABASE_URL", "mysql://me:hunter2@db/x"),
+        ("DATABASE_URL", "hunter2"),
+        ("REDIS_URL", "db:hunter2"),
+        ("AWS_ENDPOINT_URL_S3", "minio:9000/hunter2"),
+    ],
+)
+def test_a_url_of_the_wrong_kind_is_refused_without_showing_it(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^{name} can't be used: it must begin with [\w+:/ ]+\.$") as refused:
+        Settings.from_env({**BASE, name: value})
+    assert "hunter2" not in refused.value.message
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    settings = Settings.from_env({**BASE, "AWS_ENDPOINT_URL_S3": "", "BATCHSVC_PORT": ""})
+    assert (settings.s3_endpoint, settings.port) == (None, 8080)
+    with pytest.raises(SettingsError, match=r"DATABASE_URL is not set\."):
+        Settings.from_env({**BASE, "DATABASE_URL": ""})
+
+
 def test_a_missing_setting_is_named() -> None:
     with pytest.raises(SettingsError, match=r"REDIS_URL is not set\."):
         Settings.from_env({"DATABASE_URL": "sqlite:///x.db"})

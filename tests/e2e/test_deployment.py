@@ -97,6 +97,27 @@ def test_a_missing_setting_is_one_sentence(command: str, cli: CommandLine, monke
     assert refused.err == "batchsvc: DATABASE_URL is not set. REDIS_URL is not set.\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "url", "says"),
+    [
+        ("keys list --from-env", "sqlite:////nowhere/x.sqlite3", "The database doesn't answer, or isn't migrated"),
+        ("keys list --from-env", "sqlite:///{fresh}", "no such table"),
+        ("keys list --from-env", "postgresql://127.0.0.1:9/x", "The database doesn't answer, or isn't migrated"),
+        ("migrate", "postgresql://127.0.0.1:9/x", "The database doesn't answer"),
+        ("migrate", "mysql://db/x", "DATABASE_URL can't be used"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_one_sentence(
+    command: str, url: str, says: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", url.format(fresh=tmp_path / "fresh.sqlite3"))
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:9/0")
+    refused = cli(*command.split())
+    assert refused.code == 1
+    assert says in refused.err
+    assert refused.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("role", ["api", "engine"])
 def test_a_process_without_its_settings_ends_with_one_sentence(role: str, tmp_path: Path) -> None:
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}

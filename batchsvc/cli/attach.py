@@ -1,8 +1,8 @@
 """Finds the batch that a repeated `run` means, so that nobody pays twice for the same unfinished input.
 
 `run` notes the input's SHA-256 in the batch's metadata. The same input with the same name (or both without one), the
-same --model and the same --skip-invalid is the same work. Unfinished work is picked up; finished work too, as long
-as its results were not written where this run would write them.
+same --model and the same --skip-invalid is the same work. Unfinished work is picked up; with a name, finished work
+too, as long as its results were not written where this run would write them.
 """
 
 from __future__ import annotations

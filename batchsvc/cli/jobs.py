@@ -148,11 +148,12 @@ def results(
         elif output is not None:
             count = merge.write_results(session.client, batch, output)
             console.say(f"{count:,} lines are in {output}.")
-            console.result(batch)
         else:
             for line in merge.results(session.client, batch):
                 sys.stdout.buffer.write(line + b"\n")
             sys.stdout.buffer.flush()
+    if output is not None:
+        console.result(batch)
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
 

@@ -69,7 +69,7 @@ def summary(
         rate, out_rate = (new_in + new_out) / elapsed_s, new_out / elapsed_s
         says["Speed"] = f"{rate:,.1f} tokens/s, of them {out_rate:,.1f} output, in {clock(elapsed_s)}"
     if "cost_nanos" in usage:
-        standard = usage.get("standard_nanos", batch.get("standard_nanos"))
+        standard = usage.get("standard_nanos")
         beside = f" (at the standard price {format_dollars(standard)})" if standard is not None else ""
         says["Cost"] = f"{format_dollars(usage['cost_nanos'])} at the batch price{beside}"
     if results:

@@ -70,12 +70,20 @@ def run(
             if batch["status"] == "failed":
                 outcome.tell_problems(batch, console)
             else:
-                merge.write_results(session.client, batch, path)
+                _fetch(session, batch, path)
                 outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s, before=before)
         except KeyboardInterrupt:
-            raise CommandError(_interrupted(session, batch, path), Exit.INTERRUPTED) from None
+            raise CommandError(_interrupted(session, batch, path, served), Exit.INTERRUPTED) from None
         console.result(batch)
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
+
+
+def _fetch(session: Session, batch: dict[str, Any], path: Path) -> None:
+    try:
+        merge.write_results(session.client, batch, path)
+    except CommandError as error:
+        again = f"batchsvc results {batch['id']} -o {path}{session.target.flags()}"
+        raise CommandError(f"{error.message} The results are kept: `{again}`.", error.code) from error
 
 
 def start(
@@ -194,14 +202,15 @@ def _upload_progress(console: Console, total: int) -> Any:
     return sent
 
 
-def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path) -> str:
+def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path, served: str | None) -> str:
     if batch is None:
         return "Interrupted before a batch was created: nothing runs and nothing is paid."
     flags = session.target.flags()
     if session.is_own:
+        model = f" --model {served}" if served and served != DEFAULT_MODEL else ""
         return (
             f"Interrupted: {batch['id']} keeps its finished lines. Repeat the command to go on with it, "
-            f"or let it finish with `batchsvc up{flags}`."
+            f"or let it finish with `batchsvc up{model}{flags}`."
         )
     return (
         f"Detached: {batch['id']} goes on. Repeat the command to pick it up, or use "

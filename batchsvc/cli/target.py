@@ -143,7 +143,7 @@ def stack_options(
         root=directory.root,
         host=host or os.environ.get("BATCHSVC_HOST") or DEFAULT_HOST,
         port=port,
-        model=absolute_model(model or os.environ.get("BATCHSVC_MODEL") or DEFAULT_MODEL),
+        model=_served_model(directory, model or os.environ.get("BATCHSVC_MODEL") or DEFAULT_MODEL),
         purpose=purpose,
         roles=roles,
     )
@@ -153,6 +153,16 @@ def absolute_model(name: str) -> str:
     """A model given by path, spelled so that it means the same from any folder; other names stay."""
     path = Path(name).expanduser()
     return str(path.absolute()) if not name.startswith("hf:") and path.exists() else name
+
+
+def _served_model(directory: DataDir, name: str) -> str:
+    """What an engine worker loads for this name: a name or alias that was registered here is its model."""
+    spelled = absolute_model(name)
+    if spelled == DEFAULT_MODEL or spelled.startswith("hf:") or Path(spelled).exists():
+        return spelled
+    from batchsvc.stack.prepare import registered_path
+
+    return registered_path(directory, spelled) or spelled
 
 
 def _checked(url: str) -> str:

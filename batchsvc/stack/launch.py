@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from batchsvc.errors import UnavailableError
@@ -88,7 +89,8 @@ def launch(options: StackOptions, say: Callable[[str], None]) -> Launched:
 
 def stop_running(*, pid: int, created: float, say: Callable[[str], None]) -> None:
     """End the stack whose supervisor is (pid, created), orderly, then by force; returns when it is gone."""
-    os.kill(pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it ends by itself at this moment
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     told = time.monotonic() + 3
     while is_same(pid, created):

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from batchsvc.batches import models
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.target import absolute_model, select
+from batchsvc.cli.target import absolute_model, select, stack_options
+from batchsvc.db.session import Database
 from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.options import ALL, DEFAULT_MODEL
+from batchsvc.stack.prepare import prepare_database
 
 ENV = {"OPENAI_BASE_URL": "https://batch.example/v1/", "OPENAI_API_KEY": "sk-env"}
 
@@ -48,3 +52,23 @@ def test_a_model_by_path_means_the_same_everywhere(tmp_path: Path, monkeypatch: 
     assert absolute_model("tiny") == str(tmp_path / "tiny")
     assert absolute_model("smollm2-135m") == "smollm2-135m"
     assert absolute_model("hf:owner/name") == "hf:owner/name"
+
+
+def test_a_registered_name_or_alias_is_served_by_its_model(tmp_path: Path) -> None:
+    directory = DataDir(tmp_path / "d")
+    directory.create()
+
+    def served(name: str | None) -> str:
+        return stack_options(directory, roles=ALL, purpose="run", model=name).model
+
+    assert (served(None), served("gpt-x")) == (DEFAULT_MODEL, "gpt-x")
+    database = Database(directory.database_url)
+    prepare_database(directory, database)
+    with database.transaction() as session:
+        for name, path in ((DEFAULT_MODEL, "/cache/default.gguf"), ("mine", "/models/mine.gguf")):
+            models.register(session, name, path, digest="ab" * 32, context_tokens=8)
+        models.alias(session, "gpt-x", "mine")
+        models.alias(session, "gpt-y", DEFAULT_MODEL)
+    database.dispose()
+    assert (served("gpt-x"), served("mine")) == ("/models/mine.gguf", "/models/mine.gguf")
+    assert (served("gpt-y"), served("nobody"), served("hf:a/b")) == (DEFAULT_MODEL, "nobody", "hf:a/b")

@@ -60,11 +60,6 @@ def sources(to: Status) -> frozenset[Status]:
     return frozenset(status for status, moves in ALLOWED.items() if to in moves)
 
 
-def can_move(from_: Status, to: Status) -> bool:
-    """Whether a batch may go from one status to the other."""
-    return to in ALLOWED[from_]
-
-
 def move(
     session: Session,
     batch_id: str,

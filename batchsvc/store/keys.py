@@ -50,8 +50,3 @@ def batch_of(key: str) -> str | None:
     """The batch that an object belongs to, or None for an upload."""
     kind, _, rest = key.partition("/")
     return rest.partition("/")[0] if kind == "batch" else None
-
-
-def of_batch(batch_id: str) -> str:
-    """Prefix of every object that belongs to a batch."""
-    return f"batch/{batch_id}/"

@@ -156,7 +156,7 @@ class Planned:
             return set(session.scalars(select(Garbage.s3_key)))
 
     def objects(self, batch_id: str) -> set[str]:
-        return {key for key, _ in self.store.list_keys(keys.of_batch(batch_id))}
+        return {key for key, _ in self.store.list_keys(f"{keys.BATCHES}{batch_id}/")}
 
     def balance(self, account: str) -> int:
         with self.db.reading() as session:

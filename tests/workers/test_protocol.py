@@ -214,6 +214,10 @@ class Protocol(RuleBasedStateMachine):
         self.service.db.run(unit_queries.free_expired)
 
     @rule()
+    def overtake_finalizer(self) -> None:
+        self.lose_finalizer()
+        self.start_finalizer()
+
     def lose_finalizer(self) -> None:
         with self.service.db.transaction() as session:
             session.get_one(Batch, BATCH).fin_lease_ms = 0
@@ -294,6 +298,7 @@ def test_the_protocol_holds_whatever_dies_and_whenever() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_protocol_holds_in_many_histories() -> None:
     run_protocol(1_500)
 
@@ -331,6 +336,7 @@ MUTANTS = {
 
 
 @pytest.mark.mutants
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("removed", MUTANTS)
 def test_each_guard_is_missed(monkeypatch: pytest.MonkeyPatch, removed: str) -> None:
     module, name, mutant = MUTANTS[removed]

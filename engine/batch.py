@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.cache.pool import KVPool
-from engine.kernels import AttentionPlan, SequenceSpan, ops
+from engine.kernels import Kernels, SequenceSpan
 from engine.sched.plan import PLACEHOLDER, Chunk
 
 
@@ -21,38 +21,39 @@ class StepInputs:
     """The tensors of one step.
 
     `token_ids`, `positions` [T] and `slots` [T] (where each row's KV goes) are int64; `logit_rows` [R] are rows of T,
-    chunk by chunk in order.
+    chunk by chunk in order. `attention` is the tier's own plan of the step.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     logit_rows: Tensor
-    attention: AttentionPlan
+    attention: Any
 
 
-def build_inputs(chunks: Sequence[Chunk], pool: KVPool, last_ids: Mapping[str, tuple[int, ...]]) -> StepInputs:
+def build_inputs(
+    chunks: Sequence[Chunk], kernels: Kernels, block_tokens: int, last_ids: Mapping[str, tuple[int, ...]]
+) -> StepInputs:
     """Lays the chunks' rows one after the other. `last_ids` are the samples of the last step, for placeholders."""
     token_ids: list[int] = []
-    positions: list[Tensor] = []
-    slots: list[Tensor] = []
+    positions: list[int] = []
+    slots: list[int] = []
     logit_rows: list[int] = []
     spans: list[SequenceSpan] = []
     for chunk in chunks:
         row, size = len(token_ids), len(chunk.token_ids)
         token_ids += resolve(chunk, last_ids)
-        here = torch.arange(chunk.start, chunk.start + size)
-        blocks = torch.tensor(chunk.block_ids, dtype=torch.int64)
-        positions.append(here)
-        slots.append(blocks[here // pool.block_tokens] * pool.block_tokens + here % pool.block_tokens)
+        for position in range(chunk.start, chunk.start + size):
+            positions.append(position)
+            slots.append(chunk.block_ids[position // block_tokens] * block_tokens + position % block_tokens)
         logit_rows += [row + wanted for wanted in chunk.logit_rows]
         spans.append(SequenceSpan(row, size, chunk.start, chunk.block_ids))
     return StepInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.cat(positions),
-        slots=torch.cat(slots),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        attention=ops().plan_attention(spans, pool.block_tokens, pool.zero_slot, pool.slot_bytes),
+        attention=kernels.plan_attention(spans),
     )
 
 

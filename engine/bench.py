@@ -39,7 +39,6 @@ from engine.cache.pool import block_bytes
 from engine.config import KV_FORMATS, WEIGHT_FORMATS, EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.kernels import ops
 from engine.load.fetch import locate
 from engine.model.config import ModelConfig
 from engine.request import Completion, FinishReason, Request, SamplingParams
@@ -90,11 +89,10 @@ class Rates:
 def measure_rates(runner: ModelRunner) -> Rates:
     """Best of several: the model's own matrices with RATE_ROWS rows; 256 MiB of memory, by summing it."""
     rates = []
-    for linear in runner.matrices:
-        rows, columns = linear.weight.shape
-        x = torch.randn(RATE_ROWS, columns).to(linear.weight.dtype)
-        seconds = _best_of(partial(ops().linear, x, linear.weight, linear.bias))
-        rates.append(2 * RATE_ROWS * rows * columns / seconds)
+    for matrix in runner.matrices:
+        rows = runner.kernels.pack_rows(torch.randn(RATE_ROWS, matrix.num_columns))
+        seconds = _best_of(partial(runner.kernels.linear, rows, matrix))
+        rates.append(2 * RATE_ROWS * matrix.num_rows * matrix.num_columns / seconds)
     big = torch.ones(64 << 20)
     return Rates(max(rates), big.nbytes / _best_of(big.sum))
 
@@ -172,7 +170,7 @@ def measure(config: EngineConfig, name: str, path: Path, limit: int | None) -> d
     start = time.perf_counter()
     ModelRunner(config)
     load_s, start = time.perf_counter() - start, time.perf_counter()
-    runner = ModelRunner(config)
+    runner = ModelRunner(config, _say)
     engine = Engine(config, runner=runner, text=text)
     load_warm_s = time.perf_counter() - start
     _say(runner.memory.sentence)

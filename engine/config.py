@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
-WEIGHT_FORMATS = ("float32", "bf16")
+WEIGHT_BYTES = {"float32": 4, "bf16": 2, "int8": 1}
+WEIGHT_FORMATS = tuple(WEIGHT_BYTES)
 KV_FORMATS = ("float32", "bf16")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from engine.cache.pool import DTYPES, block_bytes
-from engine.config import EngineConfig
+from engine.config import WEIGHT_BYTES, EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.model.config import ModelConfig
 
@@ -47,7 +47,7 @@ def available_bytes() -> int:
 def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> MemoryPlan:
     """Decides the number of KV blocks. Raises ConfigError or ModelError when nothing useful fits."""
     per_block = block_bytes(model, config.kv_format, config.block_tokens)
-    weights = model.num_parameters * DTYPES[config.weight_format].itemsize
+    weights = model.num_parameters * WEIGHT_BYTES[config.weight_format]
     workspace = _workspace_bytes(config, model)
     useful = config.max_running * -(-model.context_tokens // config.block_tokens)
     if config.num_blocks is not None:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.batch import build_inputs
-from engine.cache.pool import DTYPES, KVPool
+from engine.cache.pool import KVPool
 from engine.config import EngineConfig
+from engine.kernels import Matrix, Say, choose
 from engine.load.meta import read_meta
 from engine.load.weights import load_weights, open_model
 from engine.memory import MemoryPlan, available_bytes, plan_memory
 from engine.model.decoder import Decoder
-from engine.model.layers import Linear
 from engine.sample.sampler import SampleRow, sample
 from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
 
@@ -27,10 +27,11 @@ _NOT_FINITE = "The model's output for this request is not a number."
 class ModelRunner:
     """A loaded model with its KV memory. A step is a function of its plan, of the pool and of the last step's samples.
 
-    Raises ModelError or ConfigError in one sentence when the model can't be served. Not thread-safe.
+    Raises ModelError or ConfigError in one sentence when the model can't be served. `say` is told what runs slower
+    than it could. Not thread-safe.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, say: Say = lambda sentence: None) -> None:
         meta = read_meta(config.model)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         model, source = open_model(meta.path)
@@ -41,9 +42,21 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.context_tokens = model.context_tokens
         self.eos_ids: frozenset[int] = meta.eos_ids
-        self._decoder = Decoder(model, load_weights(model, source, DTYPES[config.weight_format]))
+        self.kernels = choose(
+            model,
+            weight_format=config.weight_format,
+            kv_format=config.kv_format,
+            block_tokens=config.block_tokens,
+            say=say,
+        )
+        dtype = torch.float32 if config.weight_format == "float32" else torch.bfloat16
+        self._decoder = Decoder(model, load_weights(model, source, self.kernels, dtype), self.kernels)
         self.pool = KVPool(
-            model, kv_format=config.kv_format, block_tokens=config.block_tokens, num_blocks=self.num_blocks
+            model,
+            kv_format=config.kv_format,
+            block_tokens=config.block_tokens,
+            num_blocks=self.num_blocks,
+            layout=self.kernels.layout,
         )
         self.layout_id = self.pool.layout_id
         self._poison = config.poison
@@ -79,7 +92,7 @@ class ModelRunner:
         return self._decoder.logits(self._hidden(plan.chunks))
 
     @property
-    def matrices(self) -> list[Linear]:
+    def matrices(self) -> list[Matrix]:
         """The matrices of one layer, then the head: what a token costs. For measuring rates."""
         return self._decoder.matrices
 
@@ -91,7 +104,7 @@ class ModelRunner:
 
     def _hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Writes the chunks' KV; the rows whose logits are wanted, [R, hidden]."""
-        inputs = build_inputs(chunks, self.pool, self._last_ids)
+        inputs = build_inputs(chunks, self.kernels, self.pool.block_tokens, self._last_ids)
         return self._decoder.forward(inputs, self.pool)[inputs.logit_rows]
 
     def _is_orphan(self, chunk: Chunk) -> bool:

@@ -1,9 +1,8 @@
 """The K and V tensors: the only place besides the kernels that knows how KV lies in memory.
 
-In memory, per layer: K and V each [slots, kv_heads, head_dim], slot = block * block_tokens + offset. One block past
-the last is never handed out and always zero; gathers read padding from it (`zero_slot`).
+In memory, per layer: K and V each [blocks, *block]; the tier of kernels chooses the block's shape (cache/layout.py).
 
-On the wire (`export_blocks`), version 1, little-endian:
+On the wire (`export_blocks`), version 1, little-endian, whatever the layout in memory:
     8 bytes  b"BSKV\\0\\0\\0\\1"
     4 bytes  length of the layout id, then the layout id (UTF-8)
     4 bytes  number of blocks n
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.cache.layout import Layout
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
 from engine.sched.plan import BlockCopy
@@ -40,22 +40,22 @@ def block_bytes(model: ModelConfig, kv_format: str, block_tokens: int) -> int:
 class KVPool:
     """KV memory for `num_blocks` blocks. The memory is touched only when a block is first written."""
 
-    def __init__(self, model: ModelConfig, *, kv_format: str, block_tokens: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: ModelConfig, *, kv_format: str, block_tokens: int, num_blocks: int, layout: Layout
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self.zero_slot = num_blocks * block_tokens
         self.layout_id = (
             f"kv1/{kv_format}/layers={model.num_layers}/kv_heads={model.num_kv_heads}"
             f"/head_dim={model.head_dim}/block_tokens={block_tokens}"
         )
-        shape = (model.num_layers, num_blocks + 1, block_tokens, model.num_kv_heads, model.head_dim)
-        self._k = _lazy_zeros(shape, DTYPES[kv_format])
-        self._v = _lazy_zeros(shape, DTYPES[kv_format])
-        self.slot_bytes = model.num_kv_heads * model.head_dim * DTYPES[kv_format].itemsize
+        self._layout = layout
+        self._k = _lazy_zeros((model.num_layers, num_blocks, *layout.k_shape), DTYPES[kv_format])
+        self._v = _lazy_zeros((model.num_layers, num_blocks, *layout.v_shape), DTYPES[kv_format])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as views [slots, kv_heads, head_dim]."""
-        return self._k[index].flatten(0, 1), self._v[index].flatten(0, 1)
+        """K and V of a layer, each [blocks, *block]."""
+        return self._k[index], self._v[index]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks in all layers, one after the other."""
@@ -72,8 +72,11 @@ class KVPool:
     def export_blocks(self, blocks: Sequence[int]) -> bytes:
         """The contents of `blocks` in the wire layout."""
         ids = self._ids(blocks)
-        both = torch.stack((self._k[:, ids], self._v[:, ids]))  # [K V, layers, n, tokens, heads, dim]
-        payload = both.permute(2, 1, 0, 4, 3, 5).contiguous().view(torch.uint8).numpy().tobytes()
+        layers = [
+            torch.stack((self._layout.k_to_wire(k[ids]), self._layout.v_to_wire(v[ids])), dim=1)
+            for k, v in zip(self._k, self._v, strict=True)
+        ]
+        payload = torch.stack(layers, dim=1).contiguous().view(torch.uint8).numpy().tobytes()
         layout = self.layout_id.encode()
         head = struct.pack("<I", len(layout)) + layout + struct.pack("<II", len(ids), zlib.crc32(payload))
         return _MAGIC + head + payload
@@ -82,11 +85,11 @@ class KVPool:
         """Fills `blocks` from the wire layout. Raises EngineError when layout, count or checksum differ."""
         ids = self._ids(blocks)
         payload = self._checked(data, len(ids))
-        layers, _, tokens, heads, dim = self._k.shape
+        shape = self._layout.k_to_wire(self._k[0, :1]).shape[1:]
         flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self._k.dtype)
-        both = flat.view(len(ids), layers, 2, heads, tokens, dim).permute(2, 1, 0, 4, 3, 5)
-        self._k[:, ids] = both[0]
-        self._v[:, ids] = both[1]
+        for index, layer in enumerate(flat.view(len(ids), len(self._k), 2, *shape).unbind(1)):
+            self._k[index, ids] = self._layout.k_from_wire(layer[:, 0])
+            self._v[index, ids] = self._layout.v_from_wire(layer[:, 1])
 
     def _checked(self, data: bytes, num_blocks: int) -> bytes:
         layout = self.layout_id.encode()

@@ -1,81 +1,94 @@
-"""The one dispatch seam: every heavy operation of the engine is called through here.
+"""The one dispatch seam: every heavy operation of the engine is a verb of `Kernels`.
 
-`ops` is the table of the operations in use; it starts as the plain-torch reference, which defines what each must
-compute. Tests and faster tiers replace single entries with `override`.
+Each tier implements the verbs for one device: `torch_tier` in plain torch (the definition, any machine, any format),
+`cpu` in C++. `choose` picks a tier for a model and its formats and says in a sentence when it has to fall back.
+`override` replaces the choice, for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from engine.kernels import reference
-from engine.kernels.reference import AttentionPlan, SequenceSpan
+from engine.cache.layout import Layout
+from engine.kernels.spans import SequenceSpan
+from engine.kernels.torch_tier import TorchKernels
+from engine.kernels.values import Matrix, Product, Rows
+from engine.model.config import ModelConfig
 
-__all__ = ["AttentionPlan", "Ops", "SequenceSpan", "ops", "override"]
-
-
-class RMSNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, out_dtype: dtype) -> Tensor: ...
+__all__ = ["Kernels", "Matrix", "Product", "Rows", "SequenceSpan", "choose", "override"]
 
 
-class Rope(Protocol):
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+class Kernels(Protocol):
+    """One tier, for one model and its formats. T rows of a step; `x` is the residual stream, float32 [T, hidden].
+
+    `norm`, `pack_rows` and `silu_mul` end in `Rows`, ready for `linear`; `add`, `silu_mul` and `store_qkv` begin with
+    a `Product`, so that a tier can fuse scales and formats into them. `add` modifies `x`; `store_qkv` writes the cache.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        """A weight [out, in] in the form that `linear` reads."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        """RMSNorm: x / sqrt(mean(x²) + eps) * weight."""
+
+    def pack_rows(self, x: Tensor) -> Rows:
+        """float32 [T, columns] as rows for `linear`."""
+
+    def linear(self, rows: Rows, matrix: Matrix) -> Product: ...
+
+    def add(self, product: Product, x: Tensor) -> None: ...
+
+    def silu_mul(self, product: Product) -> Rows:
+        """product [T, gate | up] -> silu(gate) * up."""
+
+    def store_qkv(
+        self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """product [T, q | k | v heads]: turns q and k by cos, sin [T, head_dim / 2], writes k and v to `slots` [T] of
+        a layer's caches, and returns q as `attend` wants it."""
+
+    def plan_attention(self, spans: list[SequenceSpan]) -> Any:
+        """What `attend` needs in every layer of one step."""
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any) -> Tensor:
+        """Causal attention over the paged cache -> float32 [T, heads * head_dim]."""
+
+    def logits(self, product: Product) -> Tensor:
+        """The head's product as float32 [R, vocab]."""
 
 
-class SiluMul(Protocol):
-    def __call__(self, gate_up: Tensor) -> Tensor: ...
+Say = Callable[[str], None]
+_override: Kernels | None = None
 
 
-class LinearOp(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+def choose(model: ModelConfig, *, weight_format: str, kv_format: str, block_tokens: int, say: Say) -> Kernels:
+    """The fastest tier that serves this model in these formats on this machine."""
+    if _override is not None:
+        return _override
+    if weight_format != "float32" and kv_format != "float32":
+        from engine.kernels.cpu import CpuKernels
+        from engine.kernels.cpu.build import BuildError
 
-
-class WriteCache(Protocol):
-    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None: ...
-
-
-class PlanAttention(Protocol):
-    def __call__(
-        self, spans: list[SequenceSpan], block_tokens: int, zero_slot: int, slot_bytes: int
-    ) -> AttentionPlan: ...
-
-
-class PagedAttention(Protocol):
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ops:
-    """One function an operation; `reference.py` says what each computes."""
-
-    rms_norm: RMSNorm = reference.rms_norm
-    rope: Rope = reference.rope
-    silu_mul: SiluMul = reference.silu_mul
-    linear: LinearOp = reference.linear
-    write_cache: WriteCache = reference.write_cache
-    plan_attention: PlanAttention = reference.plan_attention
-    paged_attention: PagedAttention = reference.paged_attention
-
-
-_current = Ops()
-
-
-def ops() -> Ops:
-    """The operations in use now."""
-    return _current
+        try:
+            return CpuKernels(model, weight_format=weight_format, block_tokens=block_tokens)
+        except BuildError as error:
+            say(f"Attention and row kernels run in plain torch, which is slower: {error}.")
+    return TorchKernels(model, weight_format=weight_format, kv_format=kv_format, block_tokens=block_tokens)
 
 
 @contextmanager
-def override(table: Ops) -> Iterator[None]:
-    """Uses `table` while the context lasts, e.g. `replace(ops(), linear=mine)`. For tests; one thread at a time."""
-    global _current
-    before, _current = _current, table
+def override(kernels: Kernels) -> Iterator[None]:
+    """Has `choose` return `kernels` while the context lasts. For tests; one thread at a time."""
+    global _override
+    before, _override = _override, kernels
     try:
         yield
     finally:
-        _current = before
+        _override = before

@@ -3,8 +3,8 @@
 Attention reads the paged cache by gathering rows. Two recipes:
 
 * Sequences with one query row (decodes) are sorted by length and cut into buckets of similar length; a bucket is one
-  gather and one batched scaled_dot_product_attention. Padding and the unwritten rest of a block are gathered from a
-  slot that is always zero, so no stale or poisoned value is ever multiplied, not even by a weight of 0.
+  gather and one batched scaled_dot_product_attention. Padding repeats the sequence's own first key, so no stale or
+  poisoned value is ever multiplied, not even by a weight of 0.
 * A chunk of several rows is one gather and one call of its own, causal from its start position.
 
 The gather and mask tensors are made once a step (`plan_attention`) and used by all layers.
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as _linear
 from torch.nn.functional import scaled_dot_product_attention, silu
+
+from engine.kernels.spans import SequenceSpan
 
 BUCKET_WASTE = 1.125
 """Longest over shortest sequence of a bucket: bounds the padded share of the work."""
@@ -54,21 +56,6 @@ def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSpan:
-    """One sequence's rows in a step: rows [row, row + num_rows), the first at position `start`."""
-
-    row: int
-    num_rows: int
-    start: int
-    block_ids: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Positions that exist after the step."""
-        return self.start + self.num_rows
-
-
-@dataclass(frozen=True, slots=True)
 class _Gather:
     """A batch of equal shapes: query rows [B * n], cache rows [B * L], mask [B, 1, n, L] or None (causal from 0)."""
 
@@ -87,11 +74,8 @@ class AttentionPlan:
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
 
-def plan_attention(spans: list[SequenceSpan], block_tokens: int, zero_slot: int, slot_bytes: int) -> AttentionPlan:
-    """Gathers and masks for one step.
-
-    `zero_slot` is a cache row that is always zero; `slot_bytes` the bytes of one cache row of keys.
-    """
+def plan_attention(spans: list[SequenceSpan], block_tokens: int, slot_bytes: int) -> AttentionPlan:
+    """Gathers and masks for one step. `slot_bytes` are the bytes of one cache row of keys."""
     plan = AttentionPlan([], sum(span.num_rows for span in spans))
     single = sorted((span for span in spans if span.num_rows == 1), key=lambda span: span.length)
     most_slots = max(BUCKET_BYTES // slot_bytes, 1)
@@ -99,11 +83,11 @@ def plan_attention(spans: list[SequenceSpan], block_tokens: int, zero_slot: int,
     for span in single:
         is_full = bucket and (len(bucket) + 1) * span.length > most_slots
         if bucket and (is_full or span.length > bucket[0].length * BUCKET_WASTE):
-            plan.gathers.append(_single_rows(bucket, block_tokens, zero_slot))
+            plan.gathers.append(_single_rows(bucket, block_tokens))
             bucket = []
         bucket.append(span)
     if bucket:
-        plan.gathers.append(_single_rows(bucket, block_tokens, zero_slot))
+        plan.gathers.append(_single_rows(bucket, block_tokens))
     plan.gathers += [_chunk(span, block_tokens) for span in spans if span.num_rows > 1]
     return plan
 
@@ -144,11 +128,12 @@ def _slots(span: SequenceSpan, block_tokens: int) -> Tensor:
     return (blocks[:, None] * block_tokens + torch.arange(block_tokens)).view(-1)[: span.length]
 
 
-def _single_rows(bucket: list[SequenceSpan], block_tokens: int, zero_slot: int) -> _Gather:
+def _single_rows(bucket: list[SequenceSpan], block_tokens: int) -> _Gather:
     longest = max(span.length for span in bucket)
-    slots = torch.full((len(bucket), longest), zero_slot, dtype=torch.int64)
+    slots = torch.empty(len(bucket), longest, dtype=torch.int64)
     for row, span in zip(slots, bucket, strict=True):
         row[: span.length] = _slots(span, block_tokens)
+        row[span.length :] = row[0]
     lengths = torch.tensor([span.length for span in bucket])
     is_past_end = torch.arange(longest)[None, :] >= lengths[:, None]
     mask = torch.zeros(len(bucket), 1, 1, longest).masked_fill_(is_past_end[:, None, None, :], float("-inf"))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.kernels import Kernels, Matrix
 from engine.load.gguf import GGUFFile
-from engine.load.meta import read_meta
 from engine.load.names import from_gguf, is_derived
 from engine.load.safetensors import SafetensorsSource
 from engine.model.config import ModelConfig, config_from_directory, config_from_gguf
-from engine.model.layers import Layer, Linear, Weights
+from engine.model.layers import Layer, Weights
 
 
 class Source(Protocol):
@@ -68,33 +68,31 @@ def open_model(path: Path) -> tuple[ModelConfig, Source]:
     return config, GGUFSource(file, config)
 
 
-def load_weights(config: ModelConfig, source: Source, dtype: torch.dtype) -> Weights:
-    """Reads all weights as `dtype` (norms float32). Raises ModelError for a missing, left-over or misshapen tensor."""
-    reader = _Reader(config, source, dtype)
+def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: torch.dtype) -> Weights:
+    """Reads all weights and packs the matrices as `kernels` want them; the embedding has `dtype`, norms are float32.
+
+    Raises ModelError for a missing, left-over or misshapen tensor.
+    """
+    reader = _Reader(config, source, kernels, dtype)
     embedding = reader.matrix(["embedding"], config.hidden, [config.vocab_size])
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
     norm = reader.norm("norm")
     if config.is_tied:
         reader.left.discard("head.weight")  # some tied checkpoints repeat the embedding under this name
-        head = Linear(embedding)
+        head = kernels.pack_matrix(embedding, None)
     else:
-        head = Linear(reader.matrix(["head"], config.hidden, [config.vocab_size]))
+        head = kernels.pack_matrix(reader.matrix(["head"], config.hidden, [config.vocab_size]), None)
     if reader.left:
         raise ModelError(f"{source.path} has tensors this model has no place for: {_some(reader.left)}.")
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
-def load_model(path: str | Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights]:
-    """Opens and loads in one go."""
-    config, source = open_model(read_meta(path).path)
-    return config, load_weights(config, source, dtype)
-
-
 class _Reader:
     """Takes tensors from a source by name and expected shape; `left` are the names not taken yet."""
 
-    def __init__(self, config: ModelConfig, source: Source, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, source: Source, kernels: Kernels, dtype: torch.dtype) -> None:
         self._config = config
+        self._kernels = kernels
         self._source = source
         self._dtype = dtype
         self.left = source.names
@@ -122,12 +120,12 @@ class _Reader:
             part.copy_(self._take(f"{name}.weight", (len(part), columns)))
         return fused
 
-    def _linear(self, names: list[str], columns: int, rows: list[int], has_bias: bool) -> Linear:
+    def _linear(self, names: list[str], columns: int, rows: list[int], has_bias: bool) -> Matrix:
         bias = None
         if has_bias:
             pieces = [self._take(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)]
             bias = torch.cat(pieces).to(self._dtype)
-        return Linear(self.matrix(names, columns, rows), bias)
+        return self._kernels.pack_matrix(self.matrix(names, columns, rows), bias)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.left:

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """y = x @ weight.T + bias. `weight` [out, in], `bias` [out] or None."""
-
-    weight: Tensor
-    bias: Tensor | None = None
+from engine.kernels import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +18,18 @@ class Layer:
     """
 
     attention_norm: Tensor
-    qkv: Linear
-    out: Linear
+    qkv: Matrix
+    out: Matrix
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All of a decoder. `embedding` [vocab, hidden]; a tied head is the same tensor."""
+    """All of a decoder. `embedding` [vocab, hidden]."""
 
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Linear
+    head: Matrix

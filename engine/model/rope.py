@@ -28,9 +28,9 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def angles(positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for `positions` [T]: two float32 [T, 1, head_dim / 2], the 1 standing for the heads."""
+    """Cosine and sine for `positions` [T]: two float32 [T, head_dim / 2]."""
     turns = positions.to(torch.float32)[:, None] * freqs
-    return turns.cos()[:, None, :], turns.sin()[:, None, :]
+    return turns.cos(), turns.sin()
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

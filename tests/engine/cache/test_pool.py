@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from engine.cache.layout import Layout, PairLayout, TokenLayout
 from engine.cache.pool import KVPool, block_bytes
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
@@ -26,20 +27,25 @@ MODEL = ModelConfig(
 
 
 def make_pool(
-    *, kv_format: str = "float32", block_tokens: int = 4, num_blocks: int = 7, seed: int | None = 0
+    *,
+    kv_format: str = "float32",
+    block_tokens: int = 4,
+    num_blocks: int = 7,
+    seed: int | None = 0,
+    kind: type[TokenLayout | PairLayout] = TokenLayout,
 ) -> KVPool:
-    pool = KVPool(MODEL, kv_format=kv_format, block_tokens=block_tokens, num_blocks=num_blocks)
+    layout: Layout = kind(block_tokens, MODEL.num_kv_heads, MODEL.head_dim)
+    pool = KVPool(MODEL, kv_format=kv_format, block_tokens=block_tokens, num_blocks=num_blocks, layout=layout)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for layer in range(MODEL.num_layers):
             for cache in pool.layer(layer):
-                cache[: pool.zero_slot] = torch.randn(pool.zero_slot, 2, 6, generator=generator).to(cache.dtype)
+                cache.copy_(torch.randn(cache.shape, generator=generator))
     return pool
 
 
 def content(pool: KVPool, block: int) -> list[torch.Tensor]:
-    rows = slice(block * pool.block_tokens, (block + 1) * pool.block_tokens)
-    return [cache[rows].clone() for layer in range(MODEL.num_layers) for cache in pool.layer(layer)]
+    return [cache[block].clone() for layer in range(MODEL.num_layers) for cache in pool.layer(layer)]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -58,6 +64,31 @@ def test_blocks_travel_to_another_pool(kv_format: str) -> None:
     assert same(content(target, 3), untouched)
 
 
+@pytest.mark.parametrize(
+    ("here", "there"), [(TokenLayout, PairLayout), (PairLayout, TokenLayout), (PairLayout, PairLayout)]
+)
+def test_blocks_travel_between_layouts(here: type[TokenLayout], there: type[PairLayout]) -> None:
+    """The tiers of two processes may differ; what a block holds is the same to both."""
+    source, target = make_pool(kind=here), make_pool(kind=there, num_blocks=9, seed=1)
+    data = source.export_blocks([5, 0])
+    target.import_blocks([2, 7], data)
+    assert target.export_blocks([2, 7]) == data
+    again = make_pool(kind=here, seed=2)
+    again.import_blocks([5, 0], target.export_blocks([2, 7]))
+    assert same(content(again, 5), content(source, 5))
+    assert same(content(again, 0), content(source, 0))
+
+
+def test_the_pair_layout_puts_pairs_together() -> None:
+    token, pair = make_pool(seed=3), make_pool(kind=PairLayout, seed=4)
+    pair.import_blocks([0], token.export_blocks([0]))
+    for layer in range(MODEL.num_layers):
+        (k, v), (pk, pv) = token.layer(layer), pair.layer(layer)
+        for at, head, dim in ((0, 0, 0), (3, 1, 5), (2, 0, 3)):
+            assert pk[0, head, dim // 2, at, dim % 2] == k[0, at, head, dim]
+            assert pv[0, head, at // 2, dim, at % 2] == v[0, at, head, dim]
+
+
 def test_the_wire_layout_is_what_its_description_says() -> None:
     """Another process, or an older version of us, reads these bytes: they may not change silently."""
     pool = make_pool()
@@ -68,7 +99,7 @@ def test_the_wire_layout_is_what_its_description_says() -> None:
     wire = payload.view(3, 2, 2, 4, 6)  # layers, K and V, kv heads, tokens, dim
     for layer in range(3):
         for side, cache in enumerate(pool.layer(layer)):
-            assert torch.equal(wire[layer, side], cache[16:20].transpose(0, 1))
+            assert torch.equal(wire[layer, side], cache[4].transpose(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +142,6 @@ def test_poison_covers_exactly_its_blocks() -> None:
     pool.poison([3, 5])
     assert all(x.isnan().all() for block in (3, 5) for x in content(pool, block))
     assert all(same(content(pool, b), o) for b, o in zip((0, 1, 2, 4, 6), others, strict=True))
-    assert not any(cache[pool.zero_slot :].any() for layer in range(3) for cache in pool.layer(layer))
 
 
 def test_memory_is_taken_only_when_written() -> None:

@@ -1,0 +1,73 @@
+"""How one KV block lies in memory; a tier of kernels picks the one it reads fastest.
+
+Between processes blocks travel as [kv_heads][block_tokens][head_dim]; each layout converts to and from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Layout(Protocol):
+    """The shapes of one block of keys and of values, and their way to and from [n, kv_heads, tokens, head_dim]."""
+
+    @property
+    def k_shape(self) -> tuple[int, ...]: ...
+    @property
+    def v_shape(self) -> tuple[int, ...]: ...
+    def k_to_wire(self, blocks: Tensor) -> Tensor: ...
+    def v_to_wire(self, blocks: Tensor) -> Tensor: ...
+    def k_from_wire(self, blocks: Tensor) -> Tensor: ...
+    def v_from_wire(self, blocks: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """[tokens][kv_heads][head_dim]: a token's row is in one place."""
+
+    tokens: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return (self.tokens, self.kv_heads, self.head_dim)
+
+    v_shape = k_shape
+
+    def k_to_wire(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(1, 2)
+
+    v_to_wire = k_from_wire = v_from_wire = k_to_wire
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """For dot products of bf16 pairs: K [kv_heads][head_dim / 2][tokens][2], V [kv_heads][tokens / 2][head_dim][2]."""
+
+    tokens: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return (self.kv_heads, self.head_dim // 2, self.tokens, 2)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        return (self.kv_heads, self.tokens // 2, self.head_dim, 2)
+
+    def k_to_wire(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(2, 3).reshape(-1, self.kv_heads, self.tokens, self.head_dim)
+
+    def v_to_wire(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(3, 4).reshape(-1, self.kv_heads, self.tokens, self.head_dim)
+
+    def k_from_wire(self, blocks: Tensor) -> Tensor:
+        return blocks.view(-1, self.kv_heads, self.tokens, self.head_dim // 2, 2).transpose(2, 3)
+
+    def v_from_wire(self, blocks: Tensor) -> Tensor:
+        return blocks.view(-1, self.kv_heads, self.tokens // 2, 2, self.head_dim).transpose(3, 4)

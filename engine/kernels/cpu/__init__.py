@@ -1,0 +1,173 @@
+"""The verbs on CPU: int8 or bf16 matmuls of torch, everything around them in fused C++ row kernels, bf16 KV.
+
+`rows.cpp` and `attention.cpp` say what each kernel computes; this module checks layouts and passes pointers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cache.layout import PairLayout
+from engine.kernels import int8
+from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.spans import SequenceSpan, shared_spans
+from engine.kernels.values import Matrix, Product, Rows
+from engine.model.config import ModelConfig
+
+BLOCK_TOKENS = 16
+_KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
+_PACK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAttentionPlan:
+    """The arrays of `shared_spans` as tensors, rows' lengths int32 [T], and the kernel's running state."""
+
+    lengths: Tensor
+    tables: Tensor
+    spans: Tensor
+    level_ends: Tensor
+    state: Tensor
+
+
+class CpuKernels:
+    """See `Kernels`. Raises BuildError in a clause when this model or this machine isn't served."""
+
+    def __init__(self, model: ModelConfig, *, weight_format: str, block_tokens: int) -> None:
+        _check(model, block_tokens)
+        self.layout = PairLayout(block_tokens, model.num_kv_heads, model.head_dim)
+        self._model = model
+        self._is_int8 = weight_format == "int8"
+        self._lib = library()
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        if self._is_int8:
+            return int8.pack(weight, bias)
+        rows, columns = weight.shape
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), _PACK_ROWS)
+        return Matrix(packed=packed, num_rows=rows, num_columns=columns)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        return self._norm_rows(x, _pointer(weight), eps)
+
+    def pack_rows(self, x: Tensor) -> Rows:
+        return self._norm_rows(x, None, 0.0)
+
+    def linear(self, rows: Rows, matrix: Matrix) -> Product:
+        if rows.scale is not None:
+            return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
+        return Product(torch.ops.mkldnn._linear_pointwise(rows.values, matrix.packed, None, "none", [], ""))
+
+    def add(self, product: Product, x: Tensor) -> None:
+        self._lib.add(*_product(product), len(x), x.shape[1], _pointer(x))
+
+    def silu_mul(self, product: Product) -> Rows:
+        rows, inner = len(product.values), product.values.shape[1] // 2
+        ready = self._empty_rows(rows, inner)
+        self._lib.silu_mul(*_product(product), rows, inner, *_targets(ready))
+        return ready
+
+    def store_qkv(
+        self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        model, rows = self._model, len(slots)
+        q = torch.empty(rows, model.num_heads, model.head_dim, dtype=torch.bfloat16)
+        self._lib.store_qkv(
+            *_product(product),
+            _pointer(product.bias),
+            rows,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            _pointer(cos),
+            _pointer(sin),
+            _pointer(slots),
+            ctypes.c_float(model.head_dim**-0.5),
+            ctypes.c_int64(k_cache.stride(0)),
+            _pointer(q),
+            _pointer(k_cache),
+            _pointer(v_cache),
+        )
+        return q
+
+    def plan_attention(self, spans: list[SequenceSpan]) -> CpuAttentionPlan:
+        shared = shared_spans(spans, BLOCK_TOKENS)
+        lengths = [length for span in spans for length in range(span.start + 1, span.length + 1)]
+        state = torch.empty(len(lengths), self._model.num_heads, self._model.head_dim + 2)
+        return CpuAttentionPlan(
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.from_numpy(shared.tables),
+            torch.from_numpy(shared.spans),
+            torch.from_numpy(shared.level_ends),
+            state,
+        )
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan) -> Tensor:
+        model, rows = self._model, len(q)
+        out = torch.empty(rows, model.num_heads * model.head_dim)
+        self._lib.attend(
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            ctypes.c_int64(k_cache.stride(0)),
+            _pointer(q),
+            _pointer(k_cache),
+            _pointer(v_cache),
+            _pointer(plan.lengths),
+            _pointer(plan.tables),
+            _pointer(plan.spans),
+            _pointer(plan.level_ends),
+            len(plan.level_ends),
+            rows,
+            _pointer(plan.state),
+            _pointer(out),
+        )
+        return out
+
+    def logits(self, product: Product) -> Tensor:
+        return product.dequantized()
+
+    def _norm_rows(self, x: Tensor, weight: ctypes.c_void_p | None, eps: float) -> Rows:
+        assert x.dtype == torch.float32, "rows are float32"
+        assert x.is_contiguous(), "rows are contiguous"
+        ready = self._empty_rows(*x.shape)
+        self._lib.norm_rows(_pointer(x), weight, ctypes.c_float(eps), *x.shape, *_targets(ready))
+        return ready
+
+    def _empty_rows(self, rows: int, columns: int) -> Rows:
+        if self._is_int8:
+            return Rows(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows))
+        return Rows(torch.empty(rows, columns, dtype=torch.bfloat16))
+
+
+def _check(model: ModelConfig, block_tokens: int) -> None:
+    """What the C++ kernels rely on: whole registers and whole Hadamard blocks, no biases outside of qkv."""
+    for columns in (model.hidden, model.mlp, model.num_heads * model.head_dim):
+        if not int8.can_rotate(columns):
+            raise BuildError(f"a width of {columns} is no multiple of {int8.BLOCK}")
+    if model.head_dim % 32 or model.head_dim > 512:
+        raise BuildError(f"heads of {model.head_dim} dimensions aren't supported")
+    if model.has_qkv_bias or model.has_out_bias or model.has_mlp_bias:
+        raise BuildError("biases aren't supported")
+    if block_tokens != BLOCK_TOKENS:
+        raise BuildError(f"KV blocks hold {block_tokens} tokens, not {BLOCK_TOKENS}")
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def _product(product: Product) -> tuple[object, ...]:
+    values = product.values
+    assert values.is_contiguous(), "products are contiguous"
+    return (_KINDS[values.dtype], _pointer(values), _pointer(product.row), _pointer(product.column))
+
+
+def _targets(rows: Rows) -> tuple[object, ...]:
+    if rows.scale is None:
+        return (None, None, _pointer(rows.values))
+    return (_pointer(rows.values), _pointer(rows.scale), None)

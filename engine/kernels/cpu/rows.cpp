@@ -1,0 +1,223 @@
+// Row kernels around the matmuls: what surrounds each linear layer is fused into one pass over its rows.
+//
+// A row is quantized as  x = scale * q,  q in [-127, 127], scale = largest |x| / 127, after an exact change of basis:
+// blocks of 64 columns are rotated by a Hadamard matrix (QuaRot, SpinQuant), which spreads outliers; the weights were
+// rotated once at load. A product comes either as int32 accumulators with a scale a row and a scale a column, or as
+// bf16. Every row is computed alone: its result doesn't depend on the rows beside it.
+#include "vec.h"
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace {
+
+// In place: 64-point fast Walsh-Hadamard transform over 4 registers, scaled by 1/8.
+inline void rotate64(float* x) {
+  f32x16 a = load(x), b = load(x + 16), c = load(x + 32), d = load(x + 48);
+  f32x16 s = a + b, t = a - b, u = c + d, w = c - d;
+  f32x16 v[4] = {s + u, t + w, s - u, t - w};
+  for (int h = 1; h < 16; h *= 2) {
+    i32x16 swap; f32x16 sign;
+    for (int i = 0; i < 16; i++) { swap[i] = i ^ h; sign[i] = (i & h) ? -1.f : 1.f; }
+    for (int j = 0; j < 4; j++) v[j] = __builtin_shuffle(v[j], swap) + v[j] * sign;
+  }
+  for (int j = 0; j < 4; j++) store(x + 16 * j, v[j] * splat(0.125f));
+}
+
+inline void rotate(float* x, int n) { for (int i = 0; i < n; i += 64) rotate64(x + i); }
+
+inline float quantize_row(const float* x, int n, int8_t* q) {
+  f32x16 top = f32x16{}, bad = f32x16{};
+  for (int i = 0; i < n; i += 16) {
+    f32x16 v = load(x + i);
+    top = maximum(top, maximum(v, -v));
+    bad += v * splat(0.f);
+  }
+  if (sum(bad) != 0.f) { std::memset(q, 0, n); return NAN; }  // NaN and infinity go on as NaN, they don't get lost
+  const float most = largest(top);
+  const float inverse = most > 0 ? 127.f / most : 0.f;
+  for (int i = 0; i < n; i += 16) {
+    f32x16 r = load(x + i) * splat(inverse) + splat(12582912.f);  // round to nearest even
+    i32x16 v = (i32x16)r - 0x4b400000;
+    i8x16 b = __builtin_convertvector(v, i8x16);
+    std::memcpy(q + i, &b, 16);
+  }
+  return most / 127.f;
+}
+
+struct Ints {  // int32 accumulators, scaled by row and column
+  const int32_t* acc; const float* row; const float* column; int64_t width;
+  f32x16 at(int64_t m, int64_t n) const {
+    i32x16 v; std::memcpy(&v, acc + m * width + n, 64);
+    return __builtin_convertvector(v, f32x16) * splat(row[m]) * load(column + n);
+  }
+  bool is_finite(int64_t m) const { return std::isfinite(row[m]); }
+};
+struct Floats {  // the same as float32, which holds such integers exactly
+  const float* acc; const float* row; const float* column; int64_t width;
+  f32x16 at(int64_t m, int64_t n) const { return load(acc + m * width + n) * splat(row[m]) * load(column + n); }
+  bool is_finite(int64_t m) const { return std::isfinite(row[m]); }
+};
+struct Halves {
+  const uint16_t* x; int64_t width;
+  f32x16 at(int64_t m, int64_t n) const { return load_bf16(x + m * width + n); }
+  bool is_finite(int64_t m) const {
+    f32x16 bad = f32x16{};
+    for (int64_t n = 0; n < width; n += 16) bad += at(m, n) * splat(0.f);
+    return sum(bad) == 0.f;
+  }
+};
+
+inline f32x16 silu(f32x16 x) {
+  f32x16 e = exp_negative(x < splat(0.f) ? x : -x);  // exp(-|x|)
+  f32x16 one = splat(1.f);
+  return x * (x < splat(0.f) ? e / (one + e) : one / (one + e));
+}
+
+template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q, float* scale, uint16_t* halves) {
+#pragma omp parallel
+  {
+    std::vector<float> buffer(inner + 16);
+    float* x = buffer.data();
+#pragma omp for schedule(static)
+    for (int m = 0; m < rows; m++) {
+      for (int i = 0; i < inner; i += 16) {
+        f32x16 y = silu(p.at(m, i)) * p.at(m, inner + i);
+        if (halves) store_bf16(halves + (int64_t)m * inner + i, y); else store(x + i, y);
+      }
+      if (!halves) { rotate(x, inner); scale[m] = quantize_row(x, inner, q + (int64_t)m * inner); }
+    }
+  }
+}
+
+template <class P> void add_rows(const P& p, int rows, int width, float* residual) {
+#pragma omp parallel for schedule(static)
+  for (int m = 0; m < rows; m++)
+    for (int i = 0; i < width; i += 16) {
+      float* r = residual + (int64_t)m * width + i;
+      store(r, load(r) + p.at(m, i));
+    }
+}
+
+// Dequantize, add the bias, turn by the rotary angle, scale q; K and V go to their slots of the paged cache.
+template <class P>
+void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_heads, int dim, const float* cosine,
+                    const float* sine, const int64_t* slots, float q_scale, int64_t block_stride, uint16_t* q, uint16_t* k, uint16_t* v) {
+  const int half = dim / 2;
+#pragma omp parallel for schedule(static)
+  for (int m = 0; m < rows; m++) {
+    const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
+    const int64_t block = slots[m] / 16, at = slots[m] % 16;
+    alignas(64) uint16_t line[512];
+    for (int h = 0; h < heads + 2 * kv_heads; h++) {
+      const bool is_q = h < heads, is_v = h >= heads + kv_heads;
+      const int64_t base = (int64_t)h * dim;
+      uint16_t* to = is_q ? q + ((int64_t)m * heads + h) * dim : line;
+      if (is_v) {
+        for (int i = 0; i < dim; i += 16) {
+          f32x16 x = p.at(m, base + i);
+          if (bias) x += load(bias + base + i);
+          store_bf16(to + i, x);
+        }
+      } else {
+        const f32x16 scale = splat(is_q ? q_scale : 1.f);
+        for (int i = 0; i < half; i += 16) {
+          f32x16 a = p.at(m, base + i), b = p.at(m, base + half + i), co = load(c + i), si = load(s + i);
+          if (bias) { a += load(bias + base + i); b += load(bias + base + half + i); }
+          store_bf16(to + i, (a * co - b * si) * scale);
+          store_bf16(to + half + i, (b * co + a * si) * scale);
+        }
+      }
+      if (is_q) continue;
+      if (is_v) {
+        uint16_t* vb = v + block * block_stride + (int64_t)(h - heads - kv_heads) * dim * 16 + (at / 2) * dim * 2 + at % 2;
+        for (int i = 0; i < dim; i++) vb[i * 2] = line[i];
+        // The partner of a last even token is read with weight 0, so it must not be NaN. Where this step writes it
+        // (rows of a sequence ascend),
+        // it is left alone: another thread may have been there already.
+        const bool is_written = m + 1 < rows && slots[m + 1] == slots[m] + 1;
+        if (at % 2 == 0 && !is_written) for (int i = 0; i < dim; i++) vb[i * 2 + 1] = 0;
+      } else {
+        uint16_t* kb = k + block * block_stride + (int64_t)(h - heads) * dim * 16 + at * 2;
+        for (int i = 0; i < half; i++) std::memcpy(kb + i * 32, line + 2 * i, 4);
+      }
+    }
+  }
+}
+
+template <class P> void argmax_rows(const P& p, int rows, int width, int64_t* ids) {
+#pragma omp parallel for schedule(static)
+  for (int m = 0; m < rows; m++) {
+    float best = -INFINITY;
+    int64_t at = -1;
+    for (int i = 0; i < width; i += 16) {
+      f32x16 f = p.at(m, i);
+      if (largest(f) > best)
+        for (int j = 0; j < 16; j++)
+          if (f[j] > best) { best = f[j]; at = i + j; }
+    }
+    ids[m] = p.is_finite(m) ? at : -1;
+  }
+}
+
+template <class F> void visit(int kind, const void* x, const float* row, const float* column, int64_t width, F f) {
+  if (kind == 0) f(Ints{(const int32_t*)x, row, column, width});
+  else if (kind == 1) f(Floats{(const float*)x, row, column, width});
+  else f(Halves{(const uint16_t*)x, width});
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows][width] float32 -> normalized rows, rotated and quantized (q, scale) or as bf16 (halves); weight may be null
+// (then only the change of format).
+void norm_rows(const float* x, const float* weight, float eps, int rows, int width, int8_t* q, float* scale, uint16_t* halves) {
+#pragma omp parallel
+  {
+    std::vector<float> buffer(width + 16);
+    float* y = buffer.data();
+#pragma omp for schedule(static)
+    for (int m = 0; m < rows; m++) {
+      const float* r = x + (int64_t)m * width;
+      f32x16 squares = f32x16{};
+      if (weight) for (int i = 0; i < width; i += 16) { f32x16 v = load(r + i); squares += v * v; }
+      const float inverse = weight ? 1.f / std::sqrt(sum(squares) / width + eps) : 1.f;
+      for (int i = 0; i < width; i += 16) {
+        f32x16 v = load(r + i);
+        if (weight) v = v * splat(inverse) * load(weight + i);
+        if (halves) store_bf16(halves + (int64_t)m * width + i, v); else store(y + i, v);
+      }
+      if (!halves) { rotate(y, width); scale[m] = quantize_row(y, width, q + (int64_t)m * width); }
+    }
+  }
+}
+
+void rotate_rows(float* x, int64_t rows, int width) {
+#pragma omp parallel for schedule(static)
+  for (int64_t m = 0; m < rows; m++) rotate(x + m * width, width);
+}
+
+void silu_mul(int kind, const void* x, const float* row, const float* column, int rows, int inner, int8_t* q, float* scale,
+              uint16_t* halves) {
+  visit(kind, x, row, column, 2 * (int64_t)inner, [&](auto p) { silu_mul_rows(p, rows, inner, q, scale, halves); });
+}
+
+void add(int kind, const void* x, const float* row, const float* column, int rows, int width, float* residual) {
+  visit(kind, x, row, column, width, [&](auto p) { add_rows(p, rows, width, residual); });
+}
+
+void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, int rows, int heads,
+               int kv_heads, int dim, const float* cosine, const float* sine, const int64_t* slots, float q_scale,
+               int64_t block_stride, uint16_t* q, uint16_t* k, uint16_t* v) {
+  visit(kind, x, row, column, (heads + 2 * (int64_t)kv_heads) * dim, [&](auto p) {
+    store_qkv_rows(p, bias, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, block_stride, q, k, v);
+  });
+}
+
+// Greedy choice: one id a row, the lowest among equals; -1 for a row whose scale isn't finite.
+void argmax(int kind, const void* x, const float* row, const float* column, int rows, int width, int64_t* ids) {
+  visit(kind, x, row, column, width, [&](auto p) { argmax_rows(p, rows, width, ids); });
+}
+
+}

@@ -1,0 +1,72 @@
+"""The verbs in plain torch, put together from the operations of `reference`: any machine, any format, the oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.cache.layout import TokenLayout
+from engine.kernels import int8, reference
+from engine.kernels.reference import AttentionPlan
+from engine.kernels.spans import SequenceSpan
+from engine.kernels.values import Matrix, Product, Rows
+from engine.model.config import ModelConfig
+
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+
+
+class TorchKernels:
+    """See `Kernels`. The caches of a layer are [blocks, tokens, kv_heads, head_dim]; the last block is always zero."""
+
+    def __init__(self, model: ModelConfig, *, weight_format: str, kv_format: str, block_tokens: int) -> None:
+        self.layout = TokenLayout(block_tokens, model.num_kv_heads, model.head_dim)
+        self._model = model
+        self._is_int8 = weight_format == "int8"
+        self._dtype = _DTYPES[weight_format]
+        self._block_tokens = block_tokens
+        self._slot_bytes = model.num_kv_heads * model.head_dim * _DTYPES[kv_format].itemsize
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        if self._is_int8:
+            return int8.pack(weight, bias)
+        rows, columns = weight.shape
+        packed = weight.to(self._dtype)
+        return Matrix(
+            packed=packed, num_rows=rows, num_columns=columns, bias=None if bias is None else bias.to(self._dtype)
+        )
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        return self.pack_rows(reference.rms_norm(x, weight, eps, torch.float32))
+
+    def pack_rows(self, x: Tensor) -> Rows:
+        return Rows(*int8.quantize_rows(int8.rotate(x.float()))) if self._is_int8 else Rows(x.to(self._dtype))
+
+    def linear(self, rows: Rows, matrix: Matrix) -> Product:
+        if rows.scale is not None:
+            return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
+        return Product(reference.linear(rows.values, matrix.packed, matrix.bias))
+
+    def add(self, product: Product, x: Tensor) -> None:
+        x += product.dequantized()
+
+    def silu_mul(self, product: Product) -> Rows:
+        return self.pack_rows(reference.silu_mul(product.dequantized()))
+
+    def store_qkv(
+        self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        heads, kv_heads = self._model.num_heads, self._model.num_kv_heads
+        qkv = product.dequantized().view(-1, heads + 2 * kv_heads, self._model.head_dim)
+        rotated = reference.rope(qkv[:, : heads + kv_heads], cos[:, None], sin[:, None])
+        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        reference.write_cache(rotated[:, heads:], qkv[:, heads + kv_heads :], k_slots, v_slots, slots)
+        return rotated[:, :heads]
+
+    def plan_attention(self, spans: list[SequenceSpan]) -> AttentionPlan:
+        return reference.plan_attention(spans, self._block_tokens, self._slot_bytes)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+        return reference.paged_attention(q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), plan).float()
+
+    def logits(self, product: Product) -> Tensor:
+        return product.dequantized()

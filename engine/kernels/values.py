@@ -1,0 +1,51 @@
+"""What passes between kernels: activation rows, packed matrices and the products of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Activations ready for a matmul, [T, columns].
+
+    float formats: `values` in the weights' dtype. int8: `values` int8, turned by Hadamard blocks and divided by
+    `scale` float32 [T].
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A weight [out, in] as its kernels keep it. int8: `scale` float32 [out]; `bias` [out] or None."""
+
+    packed: Tensor
+    num_rows: int
+    num_columns: int
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows times a matrix, [T, out], before its scales: value = values * row * column + bias.
+
+    `values` are int32, or the same integers as float32, where `row` [T] and `column` [out] are given;
+    else they are the result itself, bias included.
+    """
+
+    values: Tensor
+    row: Tensor | None = None
+    column: Tensor | None = None
+    bias: Tensor | None = None
+
+    def dequantized(self) -> Tensor:
+        """float32 [T, out]."""
+        if self.row is None or self.column is None:
+            return self.values.float()
+        exact = self.values.float() * self.row[:, None] * self.column
+        return exact if self.bias is None else exact + self.bias

@@ -1,0 +1,213 @@
+"""The C++ kernels against plain torch: each verb over round and weird shapes, attention over random block forests.
+
+Kernels that only move or scale values agree to a bf16 step; grouping and neighbours may not change a single bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels import choose
+from engine.kernels.cpu import BLOCK_TOKENS, CpuAttentionPlan, CpuKernels
+from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.spans import SequenceSpan
+from engine.kernels.torch_tier import TorchKernels
+from engine.kernels.values import Rows
+from engine.model.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=96,
+    hidden=192,
+    mlp=128,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    context_tokens=4096,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+)
+FORMATS = ("int8", "bf16")
+
+
+def tiers(weight_format: str, **changes: int) -> tuple[CpuKernels, TorchKernels]:
+    model = replace(MODEL, **changes)
+    cpu = CpuKernels(model, weight_format=weight_format, block_tokens=BLOCK_TOKENS)
+    return cpu, TorchKernels(model, weight_format=weight_format, kv_format="bf16", block_tokens=BLOCK_TOKENS)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def value(rows: Rows) -> torch.Tensor:
+    exact = rows.values.float()
+    return exact if rows.scale is None else exact * rows.scale[:, None]
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, steps: float) -> None:
+    """Within `steps` times 1/127 of the largest value of the row: a step of the coarser of the two formats."""
+    allowed = want.abs().amax(dim=-1, keepdim=True) / 127 * steps
+    assert ((got - want).abs() <= allowed).all(), f"off by {((got - want).abs() / allowed).max():.2f} of the allowed"
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 17, 64])
+def test_row_kernels_are_the_reference(weight_format: str, rows: int) -> None:
+    cpu, torch_tier = tiers(weight_format)
+    x, weight = random(rows, MODEL.hidden) * 7, random(MODEL.hidden, seed=1)
+    assert_near(value(cpu.norm(x, weight, 1e-5)), value(torch_tier.norm(x, weight, 1e-5)), 1.01)
+    assert_near(value(cpu.pack_rows(x)), value(torch_tier.pack_rows(x)), 1.01)
+    matrix = random(2 * MODEL.mlp, MODEL.hidden, seed=2) / 10
+    packed, plain = cpu.pack_matrix(matrix, None), torch_tier.pack_matrix(matrix, None)
+    same_rows = torch_tier.pack_rows(x)
+    product, want = cpu.linear(same_rows, packed), torch_tier.linear(same_rows, plain)
+    assert_near(cpu.logits(product), torch_tier.logits(want), 1.0)
+    assert_near(value(cpu.silu_mul(product)), value(torch_tier.silu_mul(want)), 2.0)
+    residual, other = random(rows, 2 * MODEL.mlp, seed=3), random(rows, 2 * MODEL.mlp, seed=3)
+    cpu.add(product, residual)
+    torch_tier.add(want, other)
+    assert_near(residual, other, 1.0)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_what_is_not_finite_stays_so_and_stays_in_its_row(weight_format: str) -> None:
+    cpu, _ = tiers(weight_format)
+    x, weight = random(5, MODEL.hidden), torch.ones(MODEL.hidden)
+    sound = value(cpu.norm(x, weight, 1e-5))
+    for bad in (float("nan"), float("inf")):
+        x[2, 7] = bad
+        got = value(cpu.norm(x, weight, 1e-5))
+        assert not got[2].isfinite().all()
+        assert torch.equal(got[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
+
+
+def filled_caches(tier: CpuKernels | TorchKernels, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All NaN, as freed blocks are in poison mode."""
+    k, v = (
+        torch.full((num_blocks, *shape), float("nan"), dtype=torch.bfloat16)
+        for shape in (tier.layout.k_shape, tier.layout.v_shape)
+    )
+    return k, v
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [47, 16, 17, 5], [33, 14, 15]])
+def test_qkv_lands_where_it_belongs(weight_format: str, slots: list[int]) -> None:
+    cpu, torch_tier = tiers(weight_format)
+    heads = MODEL.num_heads + 2 * MODEL.num_kv_heads
+    matrix, x = random(heads * MODEL.head_dim, MODEL.hidden) / 10, random(len(slots), MODEL.hidden, seed=1)
+    turns = random(len(slots), MODEL.head_dim // 2, seed=2)
+    rows, at = torch_tier.pack_rows(x), torch.tensor(slots)
+    found = []
+    for tier in (cpu, torch_tier):
+        k, v = filled_caches(tier, 3)
+        q = tier.store_qkv(tier.linear(rows, tier.pack_matrix(matrix, None)), turns.cos(), turns.sin(), k, v, at)
+        found.append((q, tier.layout.k_to_wire(k), tier.layout.v_to_wire(v)))
+    (q, k, v), (want_q, want_k, want_v) = found
+    assert_near(q.float(), want_q.float() * MODEL.head_dim**-0.5, 1.0)
+    for got, want in ((k, want_k), (v, want_v)):
+        written = ~want.isnan()
+        assert_near(got[written].float()[None], want[written].float()[None], 1.0)
+    untouched = want_k.isnan()
+    assert k[untouched].isnan().all()
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [heads, dim] scaled, k and v [length, kv_heads, dim] -> [heads * dim] in float64."""
+    share = q.shape[0] // k.shape[1]
+    keys, values = (t.double().repeat_interleave(share, dim=1) for t in (k, v))
+    weights = torch.einsum("hd,lhd->hl", q.double(), keys).softmax(-1)
+    return torch.einsum("hl,lhd->hd", weights, values).flatten()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shared=st.sampled_from([0, 3, 4, 9, 16]),
+    own=st.lists(st.tuples(st.integers(1, 150), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=6),
+    heads=st.sampled_from([(2, 1), (6, 2), (4, 4), (8, 1)]),
+    dim=st.sampled_from([32, 64, 96, 128]),
+)
+def test_attention_is_dense_attention_and_grouping_changes_no_bit(
+    shared: int, own: list[tuple[int, int]], heads: tuple[int, int], dim: int
+) -> None:
+    num_heads, kv_heads = heads
+    cpu, _ = tiers("bf16", num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim)
+    prefix, tokens = tuple(range(shared)), BLOCK_TOKENS
+    sequences, needed, row = [], shared, 0
+    for length, size in own:
+        size = min(size, length)
+        blocks = -(-length // tokens)
+        table = prefix + tuple(range(needed, needed + blocks))
+        needed += blocks
+        sequences.append(SequenceSpan(row, size, shared * tokens + length - size, table))
+        row += size
+    wire = random(2, needed, kv_heads, tokens, dim, seed=shared).bfloat16()
+    k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
+    q = (random(row, num_heads, dim, seed=1) * dim**-0.5).bfloat16()
+    got = cpu.attend(q, k, v, cpu.plan_attention(sequences))
+    for seq in sequences:
+        keys, values = (
+            wire[side][list(seq.block_ids)].transpose(1, 2).flatten(0, 1)[: seq.length].float() for side in (0, 1)
+        )
+        for i in range(seq.num_rows):
+            visible = seq.start + i + 1
+            want = dense(q[seq.row + i], keys[:visible], values[:visible])
+            torch.testing.assert_close(got[seq.row + i].double(), want, atol=0.02, rtol=0.02)
+        alone = SequenceSpan(0, seq.num_rows, seq.start, seq.block_ids)
+        mine = slice(seq.row, seq.row + seq.num_rows)
+        assert torch.equal(cpu.attend(q[mine].contiguous(), k, v, cpu.plan_attention([alone])), got[mine])
+
+
+def test_poisoned_keys_beyond_the_end_are_not_touched() -> None:
+    cpu, _ = tiers("bf16")
+    for length in (1, 2, 15, 16, 17, 63, 64, 65, 129):
+        blocks = tuple(range(-(-length // BLOCK_TOKENS)))
+        wire = random(2, len(blocks), MODEL.num_kv_heads, BLOCK_TOKENS, MODEL.head_dim).bfloat16()
+        k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
+        q = random(1, MODEL.num_heads, MODEL.head_dim).bfloat16()
+        plan = cpu.plan_attention([SequenceSpan(0, 1, length - 1, blocks)])
+        sound = cpu.attend(q, k, v, plan)
+        rest = length % BLOCK_TOKENS
+        if rest:
+            wire[0, -1, :, rest:] = float("nan")
+            wire[1, -1, :, rest + rest % 2 :] = float(
+                "nan"
+            )  # the partner of a last odd token is zeroed when it is written
+        k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
+        assert torch.equal(cpu.attend(q, k, v, plan), sound)
+
+
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ("-msse2",)])
+def test_older_processors_compute_the_same(flags: tuple[str, ...]) -> None:
+    """The same sources compiled for less: only the fused bf16 pairs may round differently."""
+    cpu, _ = tiers("bf16")
+    older, _ = tiers("bf16")
+    older._lib = library(
+        ("-O3", "-std=c++17", *flags, "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
+    )
+    x, weight = random(7, MODEL.hidden), random(MODEL.hidden, seed=1)
+    assert_near(value(older.norm(x, weight, 1e-5)), value(cpu.norm(x, weight, 1e-5)), 1.0)
+    blocks = tuple(range(9))
+    k, v = (random(9, *shape).bfloat16() for shape in (cpu.layout.k_shape, cpu.layout.v_shape))
+    q = random(3, MODEL.num_heads, MODEL.head_dim).bfloat16()
+    plan: CpuAttentionPlan = cpu.plan_attention([SequenceSpan(0, 3, 140, blocks)])
+    torch.testing.assert_close(older.attend(q, k, v, plan), cpu.attend(q, k, v, plan), atol=2e-2, rtol=2e-2)
+
+
+def test_what_is_not_served_falls_back_with_a_sentence() -> None:
+    said: list[str] = []
+    for changes in ({"mlp": 100}, {"head_dim": 16}, {"has_qkv_bias": True}):
+        chosen = choose(
+            replace(MODEL, **changes), weight_format="bf16", kv_format="bf16", block_tokens=16, say=said.append
+        )
+        assert isinstance(chosen, TorchKernels)
+    assert len(said) == 3
+    assert all(sentence.endswith(".") and "plain torch" in sentence for sentence in said)
+    with pytest.raises(BuildError, match="KV blocks hold 4 tokens"):
+        CpuKernels(MODEL, weight_format="bf16", block_tokens=4)

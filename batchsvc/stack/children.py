@@ -46,8 +46,8 @@ class EngineHooks:
 
 def api_url(options: StackOptions, ports: dict[str, int]) -> str:
     """The base URL that a client uses, with /v1."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)  # noqa: S104
-    return f"http://{host}:{ports['api']}/v1"
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(options.host, options.host)  # noqa: S104
+    return f"http://{f'[{host}]' if ':' in host else host}:{ports['api']}/v1"
 
 
 def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int], keys: Secrets) -> dict[str, str]:

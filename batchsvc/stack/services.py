@@ -33,7 +33,7 @@ class Command:
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on this port now."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,17 @@ from sqlalchemy import text
 
 from batchsvc.db.session import Database
 from batchsvc.stack.datadir import DataDir
-from tests.e2e.conftest import LIVENESS_S, CommandLine, Result, Stack, line, processes_of, wait_for, write_lines
+from tests.e2e.conftest import (
+    BATCHSVC,
+    LIVENESS_S,
+    CommandLine,
+    Result,
+    Stack,
+    line,
+    processes_of,
+    wait_for,
+    write_lines,
+)
 
 Run = Callable[..., Result]
 
@@ -100,6 +111,45 @@ def test_a_crashed_api_comes_back_while_a_command_waits(stack: Stack, stack_cli:
     wait_for(lambda: pid() != before, "another API process")
     assert stack_cli("list").code == 0
     wait_for(lambda: stack_cli("status", "--json").code == 0, "all processes ready")
+
+
+def test_logs_show_each_process_and_follow_what_comes(stack: Stack, stack_cli: Run) -> None:
+    shown = stack_cli("logs", "api", "-n", "5")
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("api | ")
+    assert {row.split(" | ")[0] for row in shown.out.splitlines()} == {"api"}
+    missing = stack_cli("logs", "nobody")
+    assert (missing.code, missing.err.count("\n")) == (1, 1)
+    following = [*BATCHSVC, "logs", "-f", "-n", "0", "api", *stack.flags]
+    with subprocess.Popen(following, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        watchdog = threading.Timer(LIVENESS_S, process.kill)
+        watchdog.start()
+        time.sleep(1)  # it has to look once before; what comes earlier than that would need no -f
+        while process.poll() is None:
+            assert stack_cli("list").code == 0
+            if "/v1/batches" in process.stdout.readline():
+                process.send_signal(signal.SIGINT)
+                break
+        _, err = process.communicate(timeout=60)
+        watchdog.cancel()
+    assert (process.returncode, err) == (130, "")
+
+
+def test_doctor_finds_a_running_stack_well(stack: Stack, stack_cli: Run) -> None:
+    looked = stack_cli("doctor", "--json")
+    assert looked.code == 0, looked.out
+    checks = {check["name"]: check for check in looked.json["checks"]}
+    assert {"data directory", "valkey", "seaweedfs", "torch", "model", "stack"} <= set(checks)
+    assert "running at http://" in checks["stack"]["says"]
+
+
+def test_doctor_names_what_is_wrong(cli: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    looked = cli("doctor", "--data-dir", tmp_path / "file" / "d")
+    assert looked.code == 1
+    assert [row.split()[0] for row in looked.out.splitlines() if "PROBLEM" in row] == ["data"]
+    assert "--data-dir" in looked.out
 
 
 def test_keys_are_made_and_revoked(stack: Stack, stack_cli: Run, cli: CommandLine) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from batchsvc.stack import ports
+from batchsvc.stack.children import api_url
 from batchsvc.stack.datadir import DataDir
-from batchsvc.stack.services import GRPC_OFFSET, WEED_PORTS
+from batchsvc.stack.options import StackOptions
+from batchsvc.stack.services import GRPC_OFFSET, WEED_PORTS, is_free
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,6 +65,27 @@ def test_a_named_port_that_is_taken_is_refused(directory: DataDir) -> None:
     with listening(port), pytest.raises(ports.PortTakenError, match=f"Port {port} on 127.0.0.1 is taken"):
         chosen(directory, port=port)
     assert chosen(directory, port=port)["api"] == port
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_an_address_of_ipv6_works_like_any_other() -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        try:
+            server.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no ::1")
+        server.listen()
+        port = server.getsockname()[1]
+        assert not is_free(port, "::1")
+    assert is_free(port, "::1")
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("my.host", "my.host")],
+)
+def test_the_url_is_one_that_clients_can_use(host: str, shown: str) -> None:
+    assert api_url(StackOptions(root=Path("/d"), host=host), {"api": 8080}) == f"http://{shown}:8080/v1"
 
 
 def test_a_broken_file_is_no_obstacle(directory: DataDir) -> None:

@@ -31,16 +31,6 @@ def window_lines(batch_id: str, plan_epoch: int, no: int) -> str:
     return f"batch/{batch_id}/window/{plan_epoch}-{no}.lines"
 
 
-def spool(batch_id: str, fin_epoch: int, window_no: int, bucket: int) -> str:
-    """Lines of one bucket of a window while the finalizer merges."""
-    return f"batch/{batch_id}/fin/{fin_epoch}/{window_no}-{bucket}.spool"
-
-
-def carry(batch_id: str, fin_epoch: int, window_no: int, kind: str) -> str:
-    """The remainder of a stream that was too small for a multipart part; `kind` is output or error."""
-    return f"batch/{batch_id}/fin/{fin_epoch}/{window_no}-{kind}.carry"
-
-
 def output(batch_id: str, fin_epoch: int, kind: str) -> str:
     """A published result file; `kind` is output or error."""
     return f"batch/{batch_id}/out/{fin_epoch}/{kind}.jsonl"

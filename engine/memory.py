@@ -15,10 +15,7 @@ from engine.model.config import ModelConfig
 KV_SHARE = 0.25
 """Share of the free memory that KV takes unless it is told: others on the machine need theirs."""
 
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +29,22 @@ class MemoryPlan:
     sentence: str
 
 
-def available_bytes() -> int:
-    """Memory this process may still take: what the machine has free, or less where a container's limit is nearer."""
+def available_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory this process may still take: what the machine has free, or less where a container's limit is nearer.
+
+    A container's cached file pages that were not used lately count as free: the system drops them on demand.
+    """
     free: int = psutil.virtual_memory().available
-    for limit_file, used_file in _CGROUPS:
+    for folder, limit_name, used_name, cached_name in (
+        (cgroup, "memory.max", "memory.current", "inactive_file"),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
         try:
-            limit, used = int(limit_file.read_text()), int(used_file.read_text())
-        except (OSError, ValueError):  # no such cgroup, or "max"
+            limit, used = int((folder / limit_name).read_text()), int((folder / used_name).read_text())
+            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, max(limit - used + int(cached.get(cached_name, 0)), 0))
+        except (OSError, ValueError):  # another version of cgroups, or no limit ("max")
             continue
-        free = min(free, max(limit - used, 0))
     return free
 
 

@@ -41,6 +41,7 @@ KNOWN_MODELS = {
 }
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_COPIES = ["*/*", "consolidated*"]  # a second copy of the weights in another layout
 
 
 def locate(model: str, *, cache_dir: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
@@ -131,7 +132,7 @@ def _from_hub(name: str, say: Callable[[str], None]) -> Path:
 
     say(f"Fetching {name} from the Hugging Face hub.")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except Exception as error:  # the client raises many kinds, of three libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"hf:{name} can't be fetched: {reason.rstrip('.')}.") from error

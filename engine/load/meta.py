@@ -66,13 +66,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory, in order. Raises ModelError when there are none."""
+    """The safetensors files of a directory, in order: those the index names, if there is one (some repositories hold
+    a second copy of the weights beside them). Raises ModelError when there are none."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return _indexed_files(index)
     files = sorted(path.glob("*.safetensors"))
     if files:
         return files
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
         raise ModelError(f"{path} has only pickle checkpoints, which are never loaded; convert it to safetensors.")
     raise ModelError(f"{path} is no model directory: it has no .safetensors file.")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    places = read_json(index).get("weight_map")
+    names = sorted({str(name) for name in places.values()}) if isinstance(places, dict) else []
+    files = [index.parent / name for name in names if Path(name).name == name and name.endswith(".safetensors")]
+    if not files or len(files) < len(names):
+        raise ModelError(f"{index} names no usable safetensors files.")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{index.parent} lacks {missing[0]}, which its index names.")
+    return files
 
 
 def check_family(family: object, path: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,5 +69,15 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
         plan_memory(config(kv_bytes=1000), MODEL, available=GIB)
 
 
-def test_this_machine_has_memory() -> None:
-    assert available_bytes() > 0
+def container(path: Path, limit: str) -> Path:
+    (path / "memory.max").write_text(f"{limit}\n")
+    (path / "memory.current").write_text("700000\n")
+    (path / "memory.stat").write_text("anon 1000\ninactive_file 200000\nactive_file 5\n")
+    return path
+
+
+def test_a_container_limit_counts_and_its_file_cache_does_not(tmp_path: Path) -> None:
+    assert available_bytes(container(tmp_path, "1000000")) == 500_000
+    assert available_bytes(container(tmp_path, "100000")) == 0
+    assert available_bytes(container(tmp_path, "max")) > 1 << 20
+    assert available_bytes(tmp_path / "none") > 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.load.meta import read_meta
+from engine.load.meta import read_meta, weight_files
 from tests.tiny import make_tiny_model
 
 
@@ -55,6 +55,22 @@ def test_the_default_model_describes_itself(default_model: Path) -> None:
     assert (meta.family, meta.context_tokens, meta.vocab_size) == ("llama", 8192, 49152)
     assert (meta.eos_ids, meta.eos_token, meta.bos_id) == ({2}, "<|im_end|>", 1)
     assert meta.digest == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def indexed(model: Path, *names: str) -> Path:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    return model
+
+
+def test_an_index_says_which_files_are_the_weights(model: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert weight_files(indexed(model, "model.safetensors", "model.safetensors")) == [model / "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "../m.safetensors", "/etc/passwd", "model.bin", ""])
+def test_an_index_may_name_only_weights_that_are_there(model: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="index"):
+        read_meta(indexed(model, "model.safetensors", name))
 
 
 def broken(model: Path, how: str) -> None:

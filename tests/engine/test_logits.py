@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def load_oracle(path: Path) -> Any:
     if path.is_dir():
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers builds this table anew for each of its modules, for 10 s
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
 
 
 def without_tokenizer(source: Path, target: Path) -> Path:

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from batchsvc.batches import queries
+from batchsvc.batches import queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.service import alive_since_ms
-from batchsvc.db.session import Database, database_now_ms
+from batchsvc.db.session import Database
 
 
 class SqlGauges(Collector):
@@ -27,7 +27,7 @@ class SqlGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
-            claimable = queries.claimable_by_model(session, database_now_ms(session))
+            claimable = unit_queries.claimable_by_model(session)
             workers = queries.live_workers_by_model(session, alive_since_ms(session, self._renew_s))
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:

@@ -4,7 +4,7 @@ Each step is a short transaction that is right to repeat and right to run in sev
 
     leases      units whose worker went silent are claimable again
     deadlines   batches whose time was over while they were planned; the others are finalized when due
-    plans       batches that nobody plans get their task again
+    plans       batches that nobody plans get their task again; what was planned of cancelled ones is forgotten
     finalizers  batches that are done, stopped or left by a dead finalizer get theirs
     tickets     a model's queue is as long as it has claimable units
     leftovers   dead workers, files past their life, objects that nobody refers to
@@ -84,6 +84,7 @@ class Reaper:
         steps = (
             self._leases,
             self._deadlines,
+            self._cancelled_plans,
             self._plans,
             self._finalizers,
             self._tickets,
@@ -139,6 +140,13 @@ class Reaper:
         for batch_id in self._db.run(_expire_unplanned):
             log.info("batch.expired", batch=batch_id)
 
+    def _cancelled_plans(self) -> None:
+        with self._db.reading() as session:
+            cancelled = reaper_queries.cancelled_plans(session)
+        for batch_id in cancelled:
+            self._db.run(lambda session, batch_id=batch_id: plan_queries.discard_unstarted(session, batch_id))
+            log.info("plan.discarded", batch=batch_id)
+
     def _plans(self) -> None:
         with self._db.reading() as session:
             due = reaper_queries.plans_due(session)
@@ -165,10 +173,7 @@ class Reaper:
 
     def _tickets(self) -> None:
         with self._db.reading() as session:
-            wanted = {
-                digest: unit_queries.claimable_count(session, digest)
-                for digest in unit_queries.claimable_models(session)
-            }
+            wanted = unit_queries.claimable_by_model(session)
         for digest, count in wanted.items():
             waiting = self._dispatcher.waiting(queue_of(digest))
             if waiting is not None and waiting < count:

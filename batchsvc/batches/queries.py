@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.batches.tables import Batch, Garbage, Model, Unit, Worker
+from batchsvc.batches.tables import Batch, Garbage, Model, Worker
 from batchsvc.db.keyset import Cursor, page
 
 
@@ -72,12 +72,6 @@ def served_digests(session: Session, since_ms: int) -> set[str]:
 def batches_by_status(session: Session) -> dict[str, int]:
     """Number of batches in each status that occurs."""
     return _counts(session, select(Batch.status, func.count()).group_by(Batch.status))
-
-
-def claimable_by_model(session: Session, now_ms: int) -> dict[str, int]:
-    """Number of units that a worker could claim now, by the digest of their model."""
-    ready = select(Unit.model_digest, func.count()).where(Unit.state == "ready", Unit.not_before_ms <= now_ms)
-    return _counts(session, ready.group_by(Unit.model_digest))
 
 
 def live_workers_by_model(session: Session, since_ms: int) -> dict[str, int]:

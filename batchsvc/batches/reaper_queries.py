@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import lifecycle
 from batchsvc.batches.lifecycle import TERMINAL, Status
-from batchsvc.batches.tables import Batch, Garbage
+from batchsvc.batches.tables import Batch, Garbage, Window
 from batchsvc.db.session import database_now_ms
 
 
@@ -38,6 +38,13 @@ def expire_unplanned(session: Session) -> list[str]:
         values = {"why": Status.EXPIRED, "plan_epoch": plan_epoch + 1, "total": 0, "completed": 0, "failed": 0}
         lifecycle.move(session, batch_id, Status.EXPIRED, now_ms=now, values=values)
     return [row.id for row in late]
+
+
+def cancelled_plans(session: Session) -> list[str]:
+    """Batches that were cancelled while they were planned and still have a plan: their planner is gone."""
+    planned = exists(select(Window.no).where(Window.batch_id == Batch.id))
+    unstarted = (Batch.status == Status.CANCELLED, Batch.in_progress_ms.is_(None))
+    return list(session.scalars(select(Batch.id).where(*unstarted, planned)))
 
 
 def discard(session: Session, keys: Iterable[str], *, grace_s: float = 0) -> None:

@@ -227,16 +227,6 @@ def seal(session: Session, batch_id: str) -> int:
     return len(sealed)
 
 
-def claimable_count(session: Session, model_digest: str) -> int:
-    """Units of a model that could be claimed now: the length that its queue should have."""
-    counted = (
-        select(func.count(Unit.id))
-        .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.model_digest == model_digest, *_claimable(database_now_ms(session)))
-    )
-    return session.scalar(counted) or 0
-
-
 def take_first_tickets(session: Session, batch_id: str) -> dict[str, int]:
     """How many tickets to send for a batch that was just planned, by model; later ones are the reaper's."""
     marked = session.execute(
@@ -249,10 +239,15 @@ def take_first_tickets(session: Session, batch_id: str) -> dict[str, int]:
     return dict(Counter(marked.scalars()))
 
 
-def claimable_models(session: Session) -> list[str]:
-    """Digests of the models that have claimable units."""
-    named = select(Unit.model_digest).join(Batch, Batch.id == Unit.batch_id)
-    return list(session.scalars(named.where(*_claimable(database_now_ms(session))).distinct()))
+def claimable_by_model(session: Session) -> dict[str, int]:
+    """Units that could be claimed now, by the digest of their model: the length that its queue should have."""
+    counted = (
+        select(Unit.model_digest, func.count(Unit.id))
+        .join(Batch, Batch.id == Unit.batch_id)
+        .where(*_claimable(database_now_ms(session)))
+        .group_by(Unit.model_digest)
+    )
+    return {row[0]: row[1] for row in session.execute(counted)}
 
 
 def take_tickets_due(session: Session, model_digest: str, limit: int, quiet_s: float) -> int:

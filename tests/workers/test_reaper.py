@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from batchsvc.batches import reaper_queries, unit_queries, worker_queries
+from batchsvc.batches import reaper_queries, service, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Unit, Window, Worker
 from batchsvc.clock import now_ms
@@ -94,6 +94,21 @@ def test_a_batch_whose_time_is_over_before_it_was_planned_expires_empty(world: W
     with world.db.reading() as session:
         assert not session.scalars(select(Unit)).all() and not session.scalars(select(Window)).all()
     assert not any(world.store.head(key) for key in stored)
+
+
+def test_the_plan_of_a_cancelled_batch_is_forgotten_though_its_planner_is_gone(world: World) -> None:
+    batch_id, other = world.add_batch(num_lines=4, unit_lines=2), world.add_batch(num_lines=2, unit_lines=2)
+    stored = [unit.s3_key for unit in world.units(batch_id)]
+    world.set_units(batch_id, state="pending")
+    world.set_batch(batch_id, status=Status.VALIDATING, in_progress_ms=None)
+    with world.db.transaction() as session:
+        service.cancel(session, world.batch(batch_id).project_id, batch_id)
+    reaper(world, Line()).tick()
+    assert world.batch(batch_id).status == Status.CANCELLED and not world.units(batch_id)
+    with world.db.reading() as session:
+        assert set(session.scalars(select(Window.batch_id))) == {other}
+    assert not any(world.store.head(key) for key in stored)
+    assert len(world.units(other)) == 1
 
 
 def test_dead_workers_are_forgotten_once_they_hold_nothing(world: World) -> None:

@@ -257,14 +257,27 @@ def start(session: Session, batch_id: str, epoch: int) -> bool:
     return True
 
 
-def fail(session: Session, batch_id: str, epoch: int, problems: Sequence[Problem], *, max_problems: int) -> bool:
-    """End the planning with `problems` and those that its windows had. False: the lease is lost."""
+def fail(
+    session: Session,
+    batch_id: str,
+    epoch: int,
+    reason: Problem | None,
+    problems: Sequence[Problem],
+    *,
+    num_problems: int,
+    max_problems: int,
+) -> bool:
+    """End the planning: the reason of the whole file if there is one, then the problems of its windows, then these.
+
+    `num_problems`: how many these are with those that don't fit the list. False: the lease is lost.
+    """
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     if batch is None:
         return False
+    first = [] if reason is None else [reason.as_json()]
     values = {
-        "errors": _listed(batch, problems, max_problems),
-        "errors_total": batch.errors_total + len(problems),
+        "errors": [*first, *_listed(batch, problems, max_problems)][:max_problems],
+        "errors_total": len(first) + batch.errors_total + num_problems,
         "why": Status.FAILED,
         "plan_owner": None,
         "plan_lease_ms": 0,

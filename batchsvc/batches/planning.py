@@ -112,15 +112,17 @@ class _WindowPlanner:
         try:
             return self._plan()
         except (_BatchFailedError, UnreadableFileError) as error:
-            self._fail([error.problem])
-            return PlanProgress.DONE
+            return self._fail(reason=error.problem)
 
     def _plan(self) -> PlanProgress:
         claim = self._claim
         draft = self._read()
+        if draft.unreadable:
+            return self._fail(draft, reason=draft.unreadable)
         if draft.has_too_many:
-            most = self._context.settings.max_lines
-            raise _BatchFailedError("too_many_tasks", f"The file has more than {most} requests.", "input_file_id")
+            says = f"The file has more than {self._context.settings.max_lines} requests."
+            reason = Problem(line=None, code="too_many_tasks", message=says, param="input_file_id")
+            return self._fail(draft, reason=reason)
         if draft.line_nos:
             self._commit_window(draft)
         elif claim.num_lines == 0:
@@ -128,9 +130,8 @@ class _WindowPlanner:
         if not draft.is_last:
             return PlanProgress.AGAIN
         if claim.num_problems + draft.num_problems:
-            self._fail([])
-        else:
-            self._fenced(lambda s: plan_queries.start(s, claim.batch_id, claim.epoch))
+            return self._fail()
+        self._fenced(lambda s: plan_queries.start(s, claim.batch_id, claim.epoch))
         return PlanProgress.DONE
 
     def let_go(self) -> None:
@@ -322,9 +323,19 @@ class _WindowPlanner:
         self._written.append(key)  # before the call: an answer may get lost
         self._context.store.put(key, data)
 
-    def _fail(self, problems: Sequence[Problem]) -> None:
+    def _fail(self, uncommitted: WindowDraft | None = None, *, reason: Problem | None = None) -> PlanProgress:
+        """Ends the batch for a reason of the whole file, for the problems of its lines, or for both.
+
+        `uncommitted`: the window that was read last, if it isn't among the committed ones.
+        """
         claim, most = self._claim, self._context.settings.max_problems
-        self._fenced(lambda s: plan_queries.fail(s, claim.batch_id, claim.epoch, problems, max_problems=most))
+        problems, number = (uncommitted.problems, uncommitted.num_problems) if uncommitted else ([], 0)
+        self._fenced(
+            lambda s: plan_queries.fail(
+                s, claim.batch_id, claim.epoch, reason, problems, num_problems=number, max_problems=most
+            )
+        )
+        return PlanProgress.DONE
 
     def _fenced(self, work: Callable[[Session], bool]) -> None:
         if not self._context.db.run(work):

@@ -17,7 +17,7 @@ import orjson
 from batchsvc.batches.body import ChatCall, fit, parse_chat
 from batchsvc.batches.part_file import PartLine, error_row
 from batchsvc.files.envelope import CheckedRecord
-from batchsvc.files.lines import Problem
+from batchsvc.files.lines import Problem, UnreadableFileError
 from engine.errors import RequestError
 from engine.text import TextModel
 
@@ -53,7 +53,10 @@ class PlannedRequest:
 
 @dataclass(slots=True)
 class WindowDraft:
-    """What was read. `next_offset` is where the next window starts; `is_last`: there is no more to read."""
+    """What was read. `next_offset` is where the next window starts; `is_last`: there is no more to read.
+
+    `unreadable` says why the file breaks after these lines.
+    """
 
     next_offset: int
     line_nos: list[int] = field(default_factory=list)
@@ -64,6 +67,7 @@ class WindowDraft:
     num_problems: int = 0
     input_tokens: int = 0
     has_too_many: bool = False
+    unreadable: Problem | None = None
     is_last: bool = False
 
 
@@ -109,8 +113,18 @@ class _Collector:
         self._params: dict[bytes, dict[str, Any]] = {}  # equal parameters once
 
     def collect(self, records: Iterable[CheckedRecord]) -> WindowDraft:
-        draft, limits = self._draft, self._limits
+        draft = self._draft
         waiting: list[_Waiting] = []
+        try:
+            return self._fill(records, waiting)
+        except UnreadableFileError as error:
+            if self._take(waiting):  # else the next window meets it again
+                draft.unreadable = error.problem
+            return draft
+
+    def _fill(self, records: Iterable[CheckedRecord], waiting: list[_Waiting]) -> WindowDraft:
+        """`waiting` holds the lines that were read and not added yet, at every moment."""
+        draft, limits = self._draft, self._limits
         chars = 0
         for num_lines, record in enumerate(records, start=1):
             if num_lines > limits.lines_left:
@@ -124,7 +138,8 @@ class _Collector:
             if len(waiting) == _TOKENIZE_LINES or chars >= _TOKENIZE_CHARS:
                 if not self._take(waiting):
                     return draft
-                waiting, chars = [], 0
+                waiting.clear()
+                chars = 0
         draft.is_last = self._take(waiting)
         return draft
 

@@ -247,6 +247,34 @@ def test_the_limit_of_lines_is_exact(planned: Planned, on_invalid: str) -> None:
 
 
 @on_sqlite
+def test_a_file_with_too_many_lines_has_its_problems_listed_too(planned: Planned) -> None:
+    data = jsonl(line("a"), b"[]\n", *[line(f"id{i}") for i in range(4)], b"{nonsense\n", line("z"), b"[]\n")
+    found = [("expected_object", 2, None), ("invalid_json_line", 7, None)]
+    for size in (100, 3, 2):
+        small = planned.with_settings(max_lines=8, window_lines=size)
+        batch = small.run(data)
+        listed = [(error["code"], error["line"], error["param"]) for error in batch.errors or []]
+        assert listed == [("too_many_tasks", None, "input_file_id"), *found]
+        assert batch.errors_total == 3
+        few = small.with_settings(max_problems=2).run(data)
+        assert [error["code"] for error in few.errors or []] == ["too_many_tasks", "expected_object"]
+        assert few.errors_total == 3
+
+
+@on_sqlite
+def test_a_file_that_breaks_midway_has_its_problems_listed_too(planned: Planned) -> None:
+    bodies = ["[1]", *[json.dumps(line("x")["body"])] * 70]
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"custom_id": [f"id{i}" for i in range(71)], "body": bodies}), sink)
+    rows_of_a_read = sum(len(body) for body in bodies) - 100
+    for size in (1000, 3):
+        batch = planned.with_settings(max_input_bytes=rows_of_a_read, window_lines=size).run(sink.getvalue())
+        listed = [(error["code"], error["line"]) for error in batch.errors or []]
+        assert (batch.status, batch.errors_total) == ("failed", 2)
+        assert listed == [("invalid_file", None), ("expected_object", 1)]
+
+
+@on_sqlite
 def test_a_model_of_the_batch_overrides_the_lines(planned: Planned) -> None:
     data = jsonl(line("a", model="gpt-9"), line("b", model=None))
     assert planned.run(data, model_requested="other-name").model_id == "tiny"

@@ -132,7 +132,9 @@ class EngineRun:
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
-        self._units.drain(self._pump.has_started)
+        # a dead engine runs nothing on, and like a killed process it marks every unit that it had
+        has_failed = self.failure is not None
+        self._units.drain(lambda request: not has_failed and self._pump.has_started(request), crashed=has_failed)
         self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
         self._units.stop_all(crashed=self.failure is not None)
         self._wait_for_units(end_s - margin_s / 3)

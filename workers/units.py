@@ -195,7 +195,7 @@ class UnitSource:
         self._on_end(unit, is_done)
         self._wake()
 
-    def drain(self, keep: Callable[[str], bool]) -> None:
+    def drain(self, keep: Callable[[str], bool], *, crashed: bool = False) -> None:
         """Claim nothing more; run on only the requests that `keep` says have begun."""
         self.is_draining = True
         with self._claiming, self._changed:
@@ -206,7 +206,7 @@ class UnitSource:
                 del self._of_request[request_id]
             idle = [unit_id for unit_id, live in self._live.items() if not live.open.keys() & self._of_request.keys()]
         self._abort(waiting)
-        self.stop(idle)
+        self.stop(idle, crashed=crashed)
 
     def stop_all(self, *, crashed: bool = False) -> None:
         """Give every live unit back."""

@@ -17,12 +17,12 @@ from batchsvc.batches import unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Worker
 from batchsvc.db.session import Database
-from batchsvc.dispatch import NullDispatcher
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.fake import FakeEngine
 from engine.request import Request, StepOutput
+from tests.dispatchers import NullDispatcher
 from tests.workers.conftest import DIGEST, World
 from tests.workers.helpers import finish, put_part
 from workers.finalize import Finalizer

@@ -109,6 +109,7 @@ def num_workers(world: World) -> int:
         return len(session.scalars(select(Worker.id)).all())
 
 
+@pytest.mark.parametrize("database_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_batch_survives_kills_a_drain_and_a_wiped_redis(
     world: World, env: dict[str, str], tiny: tuple[Path, str], redis_url: str
 ) -> None:

@@ -294,7 +294,7 @@ def run_protocol(examples: int) -> None:
 
 
 def test_the_protocol_holds_whatever_dies_and_whenever() -> None:
-    run_protocol(20)
+    run_protocol(15)
 
 
 @pytest.mark.slow

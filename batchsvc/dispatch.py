@@ -53,25 +53,6 @@ class Dispatcher(Protocol):
         """Send what is buffered, for a few seconds at most, and stop."""
 
 
-class NullDispatcher:
-    """Sends nothing: for programs without workers, and for tests of the reaper."""
-
-    def plan(self, batch_id: str) -> None:
-        pass
-
-    def finalize(self, batch_id: str) -> None:
-        pass
-
-    def ticket(self, digest: str, count: int = 1) -> None:
-        pass
-
-    def waiting(self, queue_name: str) -> int | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class _Message:
     task: str

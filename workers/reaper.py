@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -144,7 +145,7 @@ class Reaper:
         with self._db.reading() as session:
             cancelled = reaper_queries.cancelled_plans(session)
         for batch_id in cancelled:
-            self._db.run(lambda session, batch_id=batch_id: plan_queries.discard_unstarted(session, batch_id))
+            self._db.run(partial(plan_queries.discard_unstarted, batch_id=batch_id))
             log.info("plan.discarded", batch=batch_id)
 
     def _plans(self) -> None:

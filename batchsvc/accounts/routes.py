@@ -18,7 +18,8 @@ router = APIRouter(prefix="/v1/admin/keys")
 def create_key(admin: AdminDep, context: ContextDep, body: CreateKey) -> dict[str, Any]:
     """A new key; the field `key` holds its text this once."""
     with context.db.transaction() as session:
-        row, text = service.create_key(session, body.project_id or admin.project_id, body.name, body.is_admin)
+        project_id = admin.project_id if body.project is None else service.project_of(session, body.project)
+        row, text = service.create_key(session, project_id, body.name, body.is_admin)
         return {**key_object(row), "key": text}
 
 

@@ -10,12 +10,12 @@ from batchsvc.accounts.tables import ApiKey
 
 
 class CreateKey(BaseModel):
-    """Body of a new key; without `project_id` it belongs to the caller's project."""
+    """Body of a new key. `project` is an id or a name, made on first use; without it: the caller's project."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
-    project_id: str | None = None
+    project: str | None = None
     is_admin: bool = False
 
 

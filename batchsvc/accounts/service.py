@@ -38,6 +38,14 @@ def project_named(session: Session, name: str) -> Project | None:
     return queries.project_named(session, name)
 
 
+def project_of(session: Session, project: str) -> str:
+    """The id of a project that is given by id or by name; a name is made on first use."""
+    if project.startswith("proj_"):
+        return project
+    found = queries.project_named(session, project) or create_project(session, project)
+    return found.id
+
+
 def salts(session: Session, project_ids: Iterable[str]) -> dict[str, str]:
     """The salts that separate the prefix caches of these projects, by project."""
     return queries.salts(session, set(project_ids))

@@ -191,7 +191,6 @@ class Worker(Base):
 
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
     model_digest: Mapped[str] = mapped_column(String(64), index=True)
-    started_ms: Mapped[Millis]
     beat_ms: Mapped[Count]
     is_draining: Mapped[bool] = mapped_column(Boolean, default=False)
     stats: Mapped[dict[str, Any] | None] = mapped_column(Json)

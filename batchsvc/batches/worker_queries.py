@@ -13,8 +13,7 @@ from batchsvc.db.session import database_now_ms
 
 def register(session: Session, worker_id: str, model_digest: str) -> None:
     """Make a worker known that is ready to claim."""
-    now = database_now_ms(session)
-    session.add(Worker(id=worker_id, model_digest=model_digest, started_ms=now, beat_ms=now, is_draining=False))
+    session.add(Worker(id=worker_id, model_digest=model_digest, beat_ms=database_now_ms(session), is_draining=False))
     session.flush()
 
 

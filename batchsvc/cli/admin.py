@@ -79,7 +79,7 @@ class HttpAdmin:
         self._client = client
 
     def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
-        return self._client.post("/admin/keys", {"name": name, "project_id": project, "is_admin": is_admin})
+        return self._client.post("/admin/keys", {"name": name, "project": project, "is_admin": is_admin})
 
     def list_keys(self) -> dict[str, Any]:
         return self._client.get("/admin/keys")
@@ -103,9 +103,10 @@ class DatabaseAdmin:
     def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
         from batchsvc.accounts import service
         from batchsvc.accounts.schemas import key_object
+        from batchsvc.stack.prepare import PROJECT
 
         def make(session: Session) -> dict[str, Any]:
-            row, text = service.create_key(session, _project_id(session, project), name, is_admin)
+            row, text = service.create_key(session, service.project_of(session, project or PROJECT), name, is_admin)
             return {**key_object(row), "key": text}
 
         return self._database.run(make)
@@ -138,16 +139,6 @@ class DatabaseAdmin:
             return model_object(row, models.resolve(session, target), {})
 
         return self._database.run(point)
-
-
-def _project_id(session: Session, project: str | None) -> str:
-    from batchsvc.accounts import service
-    from batchsvc.stack.prepare import PROJECT
-
-    if project is not None and project.startswith("proj_"):
-        return project
-    found = service.project_named(session, project or PROJECT) or service.create_project(session, project or PROJECT)
-    return found.id
 
 
 def _database_of(directory: DataDir) -> Database:

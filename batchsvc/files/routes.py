@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from batchsvc import ids
@@ -144,8 +145,18 @@ def _record(
             )
             return file_object(row)
     except BaseException:
-        context.store.delete([key])
+        if not _may_stand(context, caller, file_id):
+            context.store.delete([key])
         raise
+
+
+def _may_stand(context: Context, caller: Caller, file_id: str) -> bool:
+    """Whether a failed commit may have been done after all; an object that nobody knows is the audit's."""
+    try:
+        with context.db.reading() as session:
+            return service.find_stored(session, caller.project_id, file_id) is not None
+    except SQLAlchemyError:
+        return True
 
 
 def _bytes(context: Context, row: File, start: int, end: int) -> Iterator[bytes]:

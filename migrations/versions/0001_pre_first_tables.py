@@ -93,7 +93,6 @@ def upgrade() -> None:
         "workers",
         sa.Column("id", sa.String(length=128), nullable=False),
         sa.Column("model_digest", sa.String(length=64), nullable=False),
-        sa.Column("started_ms", BIG, nullable=False),
         sa.Column("beat_ms", BIG, nullable=False),
         sa.Column("is_draining", sa.Boolean(), nullable=False),
         sa.Column("stats", JSON, nullable=True),

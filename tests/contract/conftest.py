@@ -21,10 +21,10 @@ from batchsvc.batches import models
 from batchsvc.billing import service as billing
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
-from batchsvc.dispatch import NullDispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from tests import servers
+from tests.dispatchers import NullDispatcher
 
 MODEL = "tiny-test-model"
 DIGEST = "ab" * 32

@@ -15,9 +15,9 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from batchsvc.app import create_app
-from batchsvc.dispatch import NullDispatcher
 from batchsvc.settings import Settings
 from tests.contract.conftest import MODEL, Api, serving
+from tests.dispatchers import NullDispatcher
 
 OPEN = {"/livez", "/readyz", "/metrics"}
 LINE = b'{"custom_id":"1"}\n'
@@ -88,6 +88,12 @@ def test_only_the_admin_key_manages(api: Api) -> None:
     made = api.call("POST", "/v1/admin/keys", api.admin_key, json={"name": "ci"}).json()
     assert made["project_id"] == api.project_id and not made["is_admin"]
     assert api.call("GET", "/v1/files", made["key"]).status_code == 200
+    elsewhere = [
+        api.call("POST", "/v1/admin/keys", api.admin_key, json={"name": "ci", "project": name}).json()["project_id"]
+        for name in (f"of {api.project_id}", f"of {api.project_id}", api.project_id)
+    ]
+    assert elsewhere[0] == elsewhere[1] != elsewhere[2] == api.project_id, "a name is made on first use"
+    envelope(api.call("POST", "/v1/admin/keys", api.admin_key, json={"name": "ci", "project": "proj_nope"}), 404)
     listed = api.call("GET", "/v1/admin/keys", api.admin_key)
     assert made["id"] in [key["id"] for key in listed.json()["data"]]
     assert made["key"] not in listed.text and "hash" not in listed.text
@@ -230,7 +236,7 @@ def test_logs_hold_no_key_and_no_body(api: Api) -> None:
 import sys, threading, time, httpx
 from batchsvc import logs
 from batchsvc.settings import Settings
-from batchsvc.dispatch import NullDispatcher
+from tests.dispatchers import NullDispatcher
 logs.configure("debug")
 from tests.contract.conftest import serving
 settings = Settings.from_env()

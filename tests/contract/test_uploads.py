@@ -10,16 +10,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
+from batchsvc.app import create_app
+from batchsvc.db.session import Database
 from batchsvc.store import keys
 from batchsvc.store.s3 import MIN_PART_BYTES
 from tests.contract.conftest import Api
 from tests.contract.test_http import envelope
+from tests.dispatchers import NullDispatcher
 from tests.servers import S3Server, fresh_database
 
 LINE = b'{"custom_id":"1"}\n'
@@ -166,6 +174,39 @@ def test_bytes_that_are_lost_are_an_error(api: Api) -> None:
     api.store.delete([keys.input_file(api.project_id, made["id"])])
     error = envelope(api.call("GET", f"/v1/files/{made['id']}/content"), 503)
     assert error["code"] == "content_missing" and "in/" not in error["message"]
+
+
+class LostAnswers:
+    """A database whose commits are done, and then answered by nobody."""
+
+    def __init__(self, db: Database, *, is_dead: bool = False) -> None:
+        self._db, self._is_dead, self._has_failed = db, is_dead, False
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        with self._db.transaction() as session:
+            yield session
+        self._has_failed = True
+        raise OperationalError("COMMIT", {}, Exception("connection lost"))
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        if self._is_dead and self._has_failed:
+            raise OperationalError("BEGIN", {}, Exception("no connection"))
+        with self._db.reading() as session:
+            yield session
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_file_whose_commit_was_not_answered_keeps_its_bytes(api: Api, is_dead: bool) -> None:
+    app = create_app(api.settings, NullDispatcher())
+    app.state.context = replace(app.state.context, db=LostAnswers(api.db, is_dead=is_dead))
+    client = TestClient(app, raise_server_exceptions=False)
+    headers = {"Authorization": f"Bearer {api.key}"}
+    answer = client.post("/v1/files", headers=headers, files={"file": ("a.jsonl", LINE)}, data={"purpose": "batch"})
+    assert answer.status_code >= 500
+    (found,) = api.call("GET", "/v1/files").json()["data"]
+    assert api.call("GET", f"/v1/files/{found['id']}/content").content == LINE
 
 
 def test_a_client_that_goes_away_leaves_nothing(api: Api) -> None:

@@ -43,7 +43,7 @@ class ControlRun:
         self._dispatcher = CeleryDispatcher(settings.redis_url)
         store = ObjectStore(settings)
         _check_services(self._db, store)
-        texts = lru_cache(maxsize=_TEXTS)(load_text)
+        texts = lru_cache(maxsize=_TEXTS)(lambda path: load_text(locate(path)))
         plan_context = PlanContext(db=self._db, store=store, settings=settings, text_loader=texts)
         self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)

@@ -36,7 +36,7 @@ class CreateBatch(BaseModel):
 
 
 class RegisterModel(BaseModel):
-    """Body of a new model: where its file or directory lies, and what the operator read from it."""
+    """Body of a new model: its path on every machine or a name to fetch it by, and what the operator read from it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -46,7 +46,7 @@ def pull(name: NameArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> Non
     console = Console(as_json=as_json)
     found = located(absolute_model(name), console.say)
     console.out(str(found.path))
-    console.result({"id": name, "object": "model", **found.registration(name)})
+    console.result({"id": name, "object": "model", **found.registration(name), "path": str(found.path)})
 
 
 @app.command()

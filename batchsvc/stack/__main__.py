@@ -46,6 +46,8 @@ def main() -> int:
     except ServiceError as error:
         tell(error=error.message)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -110,6 +110,12 @@ class DataDir:
                 "are needed: free some, or choose another place with --data-dir."
             )
 
+    def is_cause(self, error: OSError) -> bool:
+        """Whether an error of the work in this directory is about it: it names a path in it, or the disk is full."""
+        if error.filename is None:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        return Path(os.fsdecode(error.filename)).is_relative_to(self.root)
+
     def explain(self, error: OSError) -> DataDirError:
         """The sentence for an error of the file system below this directory."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -22,7 +22,10 @@ CANCELLING: tuple[Role, ...] = ("valkey", "seaweedfs", "api", "control")  # enou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """One start of a stack. `purpose` is the command that owns it: `up` stays, any other ends with its command."""
+    """One start of a stack. `purpose` is the command that owns it: `up` stays, any other ends with its command.
+
+    `needs_model`: the model is fetched and registered even if no engine is among the roles.
+    """
 
     root: Path
     host: str = DEFAULT_HOST
@@ -30,6 +33,7 @@ class StackOptions:
     model: str = DEFAULT_MODEL
     purpose: str = "up"
     roles: tuple[Role, ...] = ALL
+    needs_model: bool = False
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "root": str(self.root)})

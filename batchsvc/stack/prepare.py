@@ -37,22 +37,26 @@ def project_id(session: Session) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model on this machine, and what the registry keeps of it."""
+    """A model on this machine, and what the registry keeps of it.
+
+    `source` names it to other machines: its own name if each can fetch it, else its path.
+    """
 
     path: Path
+    source: str
     digest: str
     context_tokens: int
 
     def registration(self, name: str) -> dict[str, Any]:
         """Arguments of `models.register`, which are also the body of POST /v1/admin/models."""
-        found = {"path": str(self.path), "digest": self.digest, "context_tokens": self.context_tokens}
+        found = {"path": self.source, "digest": self.digest, "context_tokens": self.context_tokens}
         return {"name": name, **found}
 
 
 def located(model: str, say: Callable[[str], None]) -> FoundModel:
     """Find a model, or pull it. Raises UnavailableError in one sentence."""
     from engine.errors import EngineError
-    from engine.load.fetch import locate
+    from engine.load.fetch import KNOWN_MODELS, locate
     from engine.load.meta import read_meta
 
     try:
@@ -60,7 +64,8 @@ def located(model: str, say: Callable[[str], None]) -> FoundModel:
         meta = read_meta(path)
     except EngineError as error:
         raise UnavailableError(str(error)) from error
-    return FoundModel(path=path, digest=meta.digest, context_tokens=meta.context_tokens)
+    source = model if model in KNOWN_MODELS or model.startswith("hf:") else str(path)
+    return FoundModel(path=path, source=source, digest=meta.digest, context_tokens=meta.context_tokens)
 
 
 def prepare_model(database: Database, name: str, say: Callable[[str], None]) -> None:
@@ -74,18 +79,14 @@ def prepare_model(database: Database, name: str, say: Callable[[str], None]) -> 
 
 
 def registered_path(directory: DataDir, name: str) -> str | None:
-    """Where the model lies (or its own name, if we ship it) that a name means here; None for an unknown name."""
-    from engine.load.fetch import KNOWN_MODELS
-
+    """What to load for the model that a name means here: a path, or a name to fetch it by; None for an unknown name."""
     if not directory.database.exists():
         return None
     database = Database(directory.database_url)
     try:
         with database.reading() as session:
             row = models.resolve(session, name)
-            if row is None:
-                return None
-            return row.id if row.id in KNOWN_MODELS else row.path
+            return None if row is None else row.path
     except OperationalError:  # made by an older version; the start will migrate it
         return None
     finally:

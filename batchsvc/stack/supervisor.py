@@ -43,6 +43,9 @@ _HASTY_S = 10.0
 class _StopRequested(BaseException):
     """A signal that arrived during the start; derived so that no `except Exception` swallows it."""
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+
 
 class Supervisor:
     """One stack, from lock to unlock. `say` gets a sentence for each slow phase and each surprise."""
@@ -64,7 +67,11 @@ class Supervisor:
         self._last_state: StackState | None = None
 
     def run(self, on_ready: Callable[[StackState], None]) -> None:
-        """Start, call `on_ready`, and stay until a signal. Raises ServiceError in one sentence if it can't go on."""
+        """Start, call `on_ready`, and stay until a signal. Raises ServiceError in one sentence if it can't go on.
+
+        Ctrl-C ends a stack that is ready in order; a start that it interrupts raises KeyboardInterrupt once all is
+        stopped again.
+        """
         self.directory.create()
         self._lock = self.directory.lock()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -74,10 +81,17 @@ class Supervisor:
             self._is_starting = False
             on_ready(self._publish("ready"))
             self._watch()
-        except _StopRequested:
+        except _StopRequested as stop:
             self._is_starting = False
+            if stop.number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+        except BrokenPipeError:  # the reader of our own output has gone
+            raise
         except OSError as error:
-            raise self.directory.explain(error) from error
+            if self.directory.is_cause(error):
+                raise self.directory.explain(error) from error
+            named = f": {error.filename}" if error.filename else ""
+            raise UnavailableError(f"The stack can't run ({error.strerror or error}{named}).") from error
         finally:
             self._is_starting = False
             self._stop()
@@ -105,7 +119,8 @@ class Supervisor:
         prepare.prepare_database(directory, self._database)
         for pid in left_engines:  # what a killed stack was working on is free at once
             self._free_leases(pid)
-        if "engine" in options.roles:
+        is_known = prepare.registered_path(directory, options.model) is not None
+        if "engine" in options.roles or (not is_known and (options.needs_model or _is_at_hand(options.model))):
             prepare.prepare_model(self._database, options.model, self._tell)
         self._wait_for(data, _DATA_READY_S)
         for child in ours:
@@ -202,11 +217,11 @@ class Supervisor:
         if self._lock:
             self._lock.release()
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals += 1
         if self._is_starting:
             self._is_starting = False
-            raise _StopRequested
+            raise _StopRequested(number)
 
     # -- what it knows -------------------------------------------------------------------------------------------
 
@@ -276,6 +291,13 @@ def reason_in(lines: list[str]) -> str:
         if isinstance(event, dict) and event.get("level") in ("error", "critical"):
             return str(event.get("event"))
     return ""
+
+
+def _is_at_hand(model: str) -> bool:
+    """Whether a model that we ship is in the cache: then batches may name it, whatever the stack was started for."""
+    from engine.load.fetch import KNOWN_MODELS, cached_path
+
+    return model in KNOWN_MODELS and cached_path(model) is not None
 
 
 def _end_leftovers(directory: DataDir) -> list[int]:

@@ -65,7 +65,7 @@ def test_a_registered_name_or_alias_is_served_by_its_model(tmp_path: Path) -> No
     database = Database(directory.database_url)
     prepare_database(directory, database)
     with database.transaction() as session:
-        for name, path in ((DEFAULT_MODEL, "/cache/default.gguf"), ("mine", "/models/mine.gguf")):
+        for name, path in ((DEFAULT_MODEL, DEFAULT_MODEL), ("mine", "/models/mine.gguf")):
             models.register(session, name, path, digest="ab" * 32, context_tokens=8)
         models.alias(session, "gpt-x", "mine")
         models.alias(session, "gpt-y", DEFAULT_MODEL)

@@ -12,7 +12,8 @@ from batchsvc.billing import service as billing
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.stack.datadir import DataDir
-from batchsvc.stack.prepare import prepare_database, prepare_model, registered_path
+from batchsvc.stack.prepare import located, prepare_database, prepare_model, registered_path
+from engine.load import fetch
 from tests.tiny import make_tiny_model
 
 
@@ -44,7 +45,7 @@ def test_a_lost_database_gets_new_keys(tmp_path: Path) -> None:
     database.dispose()
 
 
-def test_models_are_found_by_name_and_alias(tmp_path: Path) -> None:
+def test_models_are_found_by_name_and_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = DataDir(tmp_path / "d")
     directory.create()
     assert registered_path(directory, "x") is None
@@ -54,6 +55,13 @@ def test_models_are_found_by_name_and_alias(tmp_path: Path) -> None:
     prepare_model(database, tiny, lambda _: None)
     database.run(lambda session: models.alias(session, "gpt", tiny))
     assert registered_path(directory, "gpt") == registered_path(directory, tiny) == tiny
+    monkeypatch.setitem(fetch.KNOWN_MODELS, "shipped", fetch.KNOWN_MODELS["smollm2-135m"])
+    for fetched_by in ("_pull", "_from_hub"):
+        monkeypatch.setattr(fetch, fetched_by, lambda *_: Path(tiny))
+    for name in ("shipped", "hf:some/model"):
+        prepare_model(database, name, lambda _: None)
+        assert registered_path(directory, name) == name, "another machine has its own cache"
+        assert located(name, lambda _: None).registration("mine")["path"] == name
     with pytest.raises(UnavailableError, match="nowhere"):
         prepare_model(database, "nowhere", lambda _: None)
     database.dispose()

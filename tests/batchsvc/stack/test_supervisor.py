@@ -1,10 +1,18 @@
-"""What the supervisor reads from the log of a process that ended."""
+"""What the supervisor says when something ends: from a log, and of an error of the operating system."""
 
 from __future__ import annotations
 
+import errno
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from batchsvc.stack.supervisor import reason_in
+from batchsvc.errors import ServiceError
+from batchsvc.stack import ports
+from batchsvc.stack.options import StackOptions
+from batchsvc.stack.supervisor import Supervisor, reason_in
 
 
 @pytest.mark.parametrize(
@@ -19,3 +27,36 @@ from batchsvc.stack.supervisor import reason_in
 )
 def test_the_reason_is_a_sentence_not_a_log_event(lines: list[str], reason: str) -> None:
     assert reason_in(lines) == reason
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A supervisor takes the process's signals; the next test gets them back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize(
+    ("number", "name", "says"),
+    [
+        (errno.EMFILE, None, "The stack can't run (too many)."),
+        (errno.ENOENT, "/usr/bin/weed", "The stack can't run (too many: /usr/bin/weed)."),
+        (errno.ENOSPC, None, "is full"),
+        (errno.EACCES, "{root}/run/ports.json", "The data directory {root} can't be written"),
+    ],
+)
+def test_only_errors_of_the_data_directory_are_blamed_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str | None, says: str
+) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise OSError(number, "too many", name.format(root=tmp_path) if name else None)
+
+    monkeypatch.setattr(ports, "choose", broken)
+    with pytest.raises(ServiceError) as told:
+        Supervisor(StackOptions(root=tmp_path), lambda _: None).run(lambda _: None)
+    assert says.format(root=tmp_path) in told.value.message
+    assert ("data directory" in told.value.message) == ("run" in (name or "") or number == errno.ENOSPC)

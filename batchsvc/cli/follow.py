@@ -105,11 +105,14 @@ class View(Protocol):
     def show(self, progress: Progress) -> None: ...
 
 
-def follow(client: Client, batch: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Look at a batch until it has ended, and return it as it is then."""
+def follow(
+    client: Client, batch: dict[str, Any], console: Console, *, check: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Look at a batch until it has ended, and return it as it is then. `check` may raise to stop it."""
     meter = Meter()
     with _view(console) as view:
         while batch["status"] not in ENDED:
+            check(batch)
             view.show(meter.look(batch))
             time.sleep(_POLL_S)
             batch = client.batch(batch["id"])

@@ -6,12 +6,13 @@ import os
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import merge, outcome
+from batchsvc.cli import merge, outcome, served
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import ENDED, follow
@@ -23,8 +24,8 @@ from batchsvc.cli.options import (
     KeyOption,
     UrlOption,
 )
-from batchsvc.cli.run import ModelOption, NameOption, SkipOption, check_output, chosen_input, start
-from batchsvc.cli.target import absolute_model, opened, select
+from batchsvc.cli.run import ModelOption, NameOption, SkipOption, check_output, chosen_input, model_to_serve, start
+from batchsvc.cli.target import absolute_model, names_itself, opened, select
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import ALL, CANCELLING, READING
 
@@ -47,7 +48,9 @@ def submit(
     source = chosen_input(file, input_file)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    with opened(target, console, roles=READING, purpose="submit") as session:
+    named = model or model_to_serve(target, source)
+    is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
+    with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
         batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=None)
         console.out(batch["id"])
         console.result(batch)
@@ -68,9 +71,11 @@ def watch(
     console = Console(as_json=as_json)
     allowed_errors(allow_errors, 0)
     target = select(data_dir, url, api_key, os.environ)
-    with opened(target, console, roles=ALL, purpose="watch") as session:
+    needed = served.model_of_batch(target.directory, batch_id) if target.directory else None
+    with opened(target, console, roles=ALL, purpose="watch", model=needed) as session:
         try:
-            batch = follow(session.client, session.client.batch(batch_id), console)
+            batch = session.client.batch(batch_id)
+            batch = follow(session.client, batch, console, check=partial(served.check, session))
         except KeyboardInterrupt:
             goes_on = "stops with the stack that this command started" if session.is_own else "goes on"
             raise CommandError(f"No longer watching: {batch_id} {goes_on}.", Exit.INTERRUPTED) from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
 
-from batchsvc.cli import attach, merge, outcome
+from batchsvc.cli import attach, merge, outcome, served
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
@@ -59,13 +60,13 @@ def run(
     check_output(path, source)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    served = model or model_to_serve(target, source)
-    with opened(target, console, roles=ALL, purpose="run", model=served) as session:
+    needed = model or model_to_serve(target, source)
+    with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
         batch: dict[str, Any] | None = None
         try:
             batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=path)
             before, started = batch, time.monotonic()
-            batch = follow(session.client, batch, console)
+            batch = follow(session.client, batch, console, check=partial(served.check, session))
             elapsed_s = time.monotonic() - started
             if batch["status"] == "failed":
                 outcome.tell_problems(batch, console)
@@ -73,7 +74,7 @@ def run(
                 _fetch(session, batch, path)
                 outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s, before=before)
         except KeyboardInterrupt:
-            raise CommandError(_interrupted(session, batch, path, served), Exit.INTERRUPTED) from None
+            raise CommandError(_interrupted(session, batch, path, needed), Exit.INTERRUPTED) from None
         console.result(batch)
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
@@ -202,12 +203,12 @@ def _upload_progress(console: Console, total: int) -> Any:
     return sent
 
 
-def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path, served: str | None) -> str:
+def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path, needed: str | None) -> str:
     if batch is None:
         return "Interrupted before a batch was created: nothing runs and nothing is paid."
     flags = session.target.flags()
     if session.is_own:
-        model = f" --model {served}" if served and served != DEFAULT_MODEL else ""
+        model = f" --model {needed}" if needed and needed != DEFAULT_MODEL else ""
         return (
             f"Interrupted: {batch['id']} keeps its finished lines. Repeat the command to go on with it, "
             f"or let it finish with `batchsvc up{model}{flags}`."

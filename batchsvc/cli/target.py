@@ -42,11 +42,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """An open target. `is_own`: the stack was started for this command and ends with it."""
+    """An open target. `is_own`: the stack was started for this command and ends with it; its engine has `model`."""
 
     client: Client
     target: Target
     is_own: bool
+    model: str = ""
 
 
 def select(data_dir: Path | None, url: str | None, api_key: str | None, env: Mapping[str, str]) -> Target:
@@ -65,9 +66,18 @@ def select(data_dir: Path | None, url: str | None, api_key: str | None, env: Map
 
 @contextmanager
 def opened(
-    target: Target, console: Console, *, roles: tuple[Role, ...], purpose: str, model: str | None = None
+    target: Target,
+    console: Console,
+    *,
+    roles: tuple[Role, ...],
+    purpose: str,
+    model: str | None = None,
+    needs_model: bool = False,
 ) -> Iterator[Session]:
-    """A client of the target. With no stack running in a data directory, one with `roles` is started and stopped."""
+    """A client of the target. With no stack running in a data directory, one with `roles` is started and stopped.
+
+    `needs_model`: that one registers `model`, or the default one, even without an engine.
+    """
     from batchsvc.cli.client import Client
 
     if target.directory is None:
@@ -87,7 +97,7 @@ def opened(
                 joined.release()
                 continue
             try:
-                options = stack_options(directory, roles=roles, purpose=purpose, model=model)
+                options = stack_options(directory, roles=roles, purpose=purpose, model=model, needs_model=needs_model)
                 launched = launch(options, console.say)
             except InUseError:  # another command was faster
                 continue
@@ -96,7 +106,8 @@ def opened(
             break
         key = directory.api_key.read_text(encoding="utf-8").strip()
         with Client(state.url, key, is_local=True) as client:
-            yield Session(client=client, target=target, is_own=launched is not None)
+            own = launched.state.model if launched else ""
+            yield Session(client=client, target=target, is_own=launched is not None, model=own)
     except (KeyboardInterrupt, CommandError) as error:
         is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == Exit.INTERRUPTED
         if launched is not None and is_interrupt:
@@ -133,6 +144,7 @@ def stack_options(
     model: str | None,
     host: str | None = None,
     port: int | None = None,
+    needs_model: bool = False,
 ) -> StackOptions:
     """Options of a start, with what the environment says where no flag does."""
     if port is None and (text := os.environ.get("BATCHSVC_PORT")):
@@ -146,6 +158,7 @@ def stack_options(
         model=_served_model(directory, model or os.environ.get("BATCHSVC_MODEL") or DEFAULT_MODEL),
         purpose=purpose,
         roles=roles,
+        needs_model=needs_model,
     )
 
 
@@ -155,10 +168,15 @@ def absolute_model(name: str) -> str:
     return str(path.absolute()) if not name.startswith("hf:") and path.exists() else name
 
 
+def names_itself(spelled: str) -> bool:
+    """Whether a model can be found by this spelling alone, without the registry."""
+    return spelled == DEFAULT_MODEL or spelled.startswith("hf:") or Path(spelled).exists()
+
+
 def _served_model(directory: DataDir, name: str) -> str:
     """What an engine worker loads for this name: a name or alias that was registered here is its model."""
     spelled = absolute_model(name)
-    if spelled == DEFAULT_MODEL or spelled.startswith("hf:") or Path(spelled).exists():
+    if names_itself(spelled):
         return spelled
     from batchsvc.stack.prepare import registered_path
 

@@ -1,4 +1,4 @@
-"""`run` with no stack running: it starts all it needs, Ctrl-C stops it cleanly, and a repeated run goes on."""
+"""Commands with no stack running: they start all they need, Ctrl-C stops it cleanly, and a repeated run goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from batchsvc.stack.datadir import DataDir
-from tests.e2e.conftest import BATCHSVC, LIVENESS_S, line, processes_of, read_lines, write_lines
+from batchsvc.stack.options import DEFAULT_MODEL
+from tests.e2e.conftest import (
+    BATCHSVC,
+    FAST_SETTINGS,
+    LIVENESS_S,
+    CommandLine,
+    line,
+    processes_of,
+    read_lines,
+    write_lines,
+)
 
 
 @pytest.mark.slow
@@ -52,3 +62,43 @@ def test_an_interrupted_run_goes_on_and_leaves_nothing_behind(
     lines = {(unit, number) for unit, _epoch, number in (started.split(":") for started in starts)}
     assert len(lines) == len(rows)
     assert len(starts) < 2 * len(rows), "what was finished before the interruption isn't run again"
+
+
+def test_ctrl_c_during_a_start_ends_with_130_and_leaves_nothing(stack_env: dict[str, str], tmp_path: Path) -> None:
+    directory = DataDir(tmp_path / "d")
+    command = [*BATCHSVC, "up", "--port", "0", "--data-dir", str(directory.root)]
+    up = subprocess.Popen(command, env=stack_env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert up.stderr is not None
+    watchdog = threading.Timer(LIVENESS_S, up.kill)
+    watchdog.start()
+    said = up.stderr.readline()
+    up.send_signal(signal.SIGINT)
+    said += up.stderr.read()
+    up.stderr.close()
+    assert up.wait(LIVENESS_S) == 130, said
+    watchdog.cancel()
+    assert "Traceback" not in said
+    assert directory.holder() is None and not processes_of(directory)
+
+
+@pytest.mark.slow
+def test_watch_starts_the_engine_that_its_batch_needs(
+    cli: CommandLine, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in FAST_SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    flags = ("--data-dir", tmp_path / "d")
+    named, shipped = line(0, "mine"), line(0, DEFAULT_MODEL)
+    overridden = cli("submit", write_lines(tmp_path / "a.jsonl", [shipped]), "--model", DEFAULT_MODEL, *flags)
+    assert overridden.code == 0, "a fresh data directory knows the model that we ship: " + overridden.err
+    assert cli("models", "add", tiny_model, "--as", "mine", *flags).code == 0
+    unplanned = cli("submit", write_lines(tmp_path / "b.jsonl", [named]), *flags)
+    assert unplanned.code == 0, unplanned.err
+    batch_id = unplanned.out.strip()
+
+    first = cli("watch", batch_id, *flags)  # nobody has read the file yet, so the default model it is
+    assert first.code == 1
+    assert f"go on with `batchsvc watch {batch_id}" in first.err
+    again = cli("watch", batch_id, *flags)
+    assert again.code == 0, again.err
+    assert cli("show", overridden.out.strip(), "--json", *flags).json["status"] in ("in_progress", "completed")

@@ -64,7 +64,10 @@ class Settings(BaseSettings):
     )
     fake_witness: str | None = Field(default=None, description="file to which the fake engine logs every line it runs")
     fake_tokens_per_s: float = Field(default=0, ge=0, description="speed of the fake engine; 0 is as fast as it can")
-    weight_format: Literal["bf16", "float32"] = Field(default="bf16", description="format of the weights in the engine")
+    weight_format: Literal["auto", "int8", "bf16", "float32"] = Field(
+        default="auto",
+        description="weights in the engine; auto: int8 where it costs the model next to nothing, else bf16",
+    )
     kv_format: Literal["bf16", "float32"] = Field(default="bf16", description="format of the KV cache")
     kv_bytes: int | None = Field(
         default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"

@@ -8,7 +8,7 @@ prompt_tokens   of all lines; cached_tokens of these were not computed (found in
 output_tokens   of all lines; output_tps is these over wall_s, total_tps prompt and output over wall_s
 decode_tps      output tokens of the steps that computed nothing but decodes, over the time of those steps
 mean_running    sequences a step
-kl              null: no quality is measured here
+kl              of the weights' format against float32 on held-out text (engine/quality.py); null unless it chose int8
 roofline_ratio  the least time that the arithmetic and the memory reads of this workload could take, over wall_s
 
 The least time is the sum of two parts, with rates measured after the run in the same process:
@@ -41,6 +41,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.model.config import ModelConfig
+from engine.quality import resolve_format
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sched.order import common_prefix_tokens, plan_window
@@ -222,19 +223,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workload", required=True, type=Path, help="JSONL file of chat completion batch lines")
     parser.add_argument("--model", default="smollm2-135m", help="name, path or hf:owner/name")
     parser.add_argument("--limit", type=int, help="run only the first N lines")
-    parser.add_argument("--quant", default="bf16", choices=WEIGHT_FORMATS, help="weight format")
+    parser.add_argument("--quant", default="auto", choices=("auto", *WEIGHT_FORMATS), help="weight format")
     parser.add_argument("--kv", default="bf16", choices=KV_FORMATS, help="KV format")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
     try:
+        path = str(locate(args.model, say=_say))
+        weight_format, quality = resolve_format(path, args.quant, _say)
         config = EngineConfig(
-            model=str(locate(args.model, say=_say)),
-            weight_format=args.quant,
+            model=path,
+            weight_format=weight_format,
             kv_format=args.kv,
             threads=args.threads,
         )
         report = measure(config, args.model, args.workload, args.limit)
+        report["kl"] = None if quality is None else round(quality.kl, 5)
     except (EngineError, OSError, ValueError, KeyError) as error:
         _say(f"The benchmark can't run: {error}")
         return 1

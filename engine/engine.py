@@ -11,7 +11,7 @@ the engine unusable: the exception goes to whoever stepped, who knows from `add`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from engine.cache.prefix import PrefixIndex
@@ -52,15 +52,22 @@ class Engine:
     """One model on one device. Raises ModelError or ConfigError when it can't be served.
 
     `scheduler` is open to read for tests and metrics. A `runner` given here is used with `text` as it is; without
-    one, both are loaded from `config.model`.
+    one, both are loaded from `config.model`, and `say` is told what runs slower than it could.
     """
 
-    def __init__(self, config: EngineConfig, *, runner: Runner | None = None, text: TextModel | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner | None = None,
+        text: TextModel | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         if runner is None:
             from engine.runner import ModelRunner
 
             text = text or load_text(config.model)
-            runner = ModelRunner(config)
+            runner = ModelRunner(config, say)
         self._runner = runner
         self._text = text
         self._vocab_size, self._context_tokens = runner.vocab_size, runner.context_tokens

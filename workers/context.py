@@ -11,6 +11,7 @@ import socket
 from functools import lru_cache
 from pathlib import Path
 
+import structlog
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import ids
@@ -31,6 +32,8 @@ from workers.reaper import Reaper
 from workers.step import EngineRun
 
 _TEXTS = 4  # tokenizers that a control process keeps
+
+log = structlog.get_logger(__name__)
 
 
 class ControlRun:
@@ -80,7 +83,8 @@ def open_engine_run(settings: Settings) -> EngineRun:
     _check_services(db, store)
     path = locate(settings.model)
     meta = read_meta(path)
-    engine = _fake_engine(settings, path) if settings.engine == "fake" else _engine(settings, path)
+    weight_format = None if settings.engine == "fake" else _weight_format(settings, path)
+    engine = _fake_engine(settings, path) if weight_format is None else _engine(settings, path, weight_format)
     return EngineRun(
         settings,
         db,
@@ -89,6 +93,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
         engine,
         digest=meta.digest,
         owner=new_owner(),
+        weight_format=weight_format,
     )
 
 
@@ -109,20 +114,32 @@ def _check_services(db: Database, store: ObjectStore) -> None:
     store.ensure_bucket()
 
 
-def _engine(settings: Settings, path: Path) -> EngineLike:
+def _weight_format(settings: Settings, path: Path) -> str:
+    from engine.quality import resolve_format
+
+    weight_format, _ = resolve_format(str(path), settings.weight_format, _say)
+    return weight_format
+
+
+def _say(sentence: str) -> None:
+    log.info("engine.note", says=sentence)
+
+
+def _engine(settings: Settings, path: Path, weight_format: str) -> EngineLike:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
     return Engine(
         EngineConfig(
             model=str(path),
-            weight_format=settings.weight_format,
+            weight_format=weight_format,
             kv_format=settings.kv_format,
             kv_bytes=settings.kv_bytes,
             step_tokens=settings.step_tokens,
             max_running=settings.max_running,
             threads=settings.threads,
-        )
+        ),
+        say=_say,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 from celery import bootsteps
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 
 from batchsvc.batches import finalize_queries, worker_queries
 from batchsvc.batches.unit_queries import ClaimedUnit
@@ -53,9 +54,11 @@ class EngineRun:
         *,
         digest: str,
         owner: str,
+        weight_format: str | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.digest = digest
+        self._weight_format = weight_format  # None: the fake engine has no weights
         self.owner = owner
         self._settings = settings
         self._db = db
@@ -109,11 +112,17 @@ class EngineRun:
 
     def start(self) -> None:
         """Register as a worker and start the threads."""
-        self._db.run(lambda session: worker_queries.register(session, self.owner, self.digest))
+        self._db.run(self._register)
         self._leases.start()
         self._writer.start()
         self._pump.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
+
+    def _register(self, session: Session) -> None:
+        worker_queries.register(session, self.owner, self.digest)
+        if self._weight_format is not None:
+            formats = {"weight_format": self._weight_format, "kv_format": self._settings.kv_format}
+            worker_queries.note_formats(session, self.digest, **formats)
 
     def admit(self) -> None:
         """Use a ticket: blocks until there is room for a unit, then claims one."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.batches.tables import Unit, Worker
+from batchsvc.batches.tables import Model, Unit, Worker
 from batchsvc.db.session import database_now_ms
 
 
@@ -15,6 +15,12 @@ def register(session: Session, worker_id: str, model_digest: str) -> None:
     """Make a worker known that is ready to claim."""
     session.add(Worker(id=worker_id, model_digest=model_digest, beat_ms=database_now_ms(session), is_draining=False))
     session.flush()
+
+
+def note_formats(session: Session, model_digest: str, *, weight_format: str, kv_format: str) -> None:
+    """Record what a worker really runs this model in: `/v1/models` shows it, and batches planned from now on pin it."""
+    served = update(Model).where(Model.digest == model_digest)
+    session.execute(served.values(weight_format=weight_format, kv_format=kv_format))
 
 
 def beat(session: Session, worker_id: str, model_digest: str, *, is_draining: bool, stats: dict[str, Any]) -> None:

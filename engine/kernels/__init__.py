@@ -30,6 +30,10 @@ class Kernels(Protocol):
     """
 
     @property
+    def is_fused(self) -> bool:
+        """Whether scales and formats are fused into the kernels around a matmul: only then does int8 pay."""
+
+    @property
     def layout(self) -> Layout: ...
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:

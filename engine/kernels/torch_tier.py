@@ -18,6 +18,8 @@ _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloa
 class TorchKernels:
     """See `Kernels`. The caches of a layer are [blocks, tokens, kv_heads, head_dim]; the last block is always zero."""
 
+    is_fused = False
+
     def __init__(self, model: ModelConfig, *, weight_format: str, kv_format: str, block_tokens: int) -> None:
         self.layout = TokenLayout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model

@@ -37,6 +37,8 @@ class CpuAttentionPlan:
 class CpuKernels:
     """See `Kernels`. Raises BuildError in a clause when this model or this machine isn't served."""
 
+    is_fused = True
+
     def __init__(self, model: ModelConfig, *, weight_format: str, block_tokens: int) -> None:
         _check(model, block_tokens)
         self.layout = PairLayout(block_tokens, model.num_kv_heads, model.head_dim)

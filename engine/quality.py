@@ -1,0 +1,169 @@
+"""What a weight format costs in quality: the same text through the format and through float32, position by position.
+
+    kl            mean of Σ p log(p / q), p the float32 model's next-token distribution and q the format's, in nats
+    top1          share of positions at which both rank the same token first
+    perplexity    exp(mean -log q(next token)) over the float32 model's
+
+`auto` means int8 where it stays within the limits below on this model, else bf16. A verdict is measured once a model,
+format and version of the arithmetic, and kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.load.fetch import locate
+from engine.load.meta import ModelMeta, read_meta
+from engine.request import SamplingParams
+from engine.runner import ModelRunner
+from engine.sched.plan import Chunk, StepPlan
+from engine.text import load_text
+
+MOST_KL = 0.01
+MOST_PERPLEXITY = 1.01
+_VERSION = 1  # of the arithmetic: a new one measures again
+_MOST_TOKENS = 2048
+_CHUNK_TOKENS = 128
+_PARAMS = SamplingParams(max_tokens=1, temperature=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """One format against float32. `perplexity` is a ratio."""
+
+    weight_format: str
+    kl: float
+    top1: float
+    perplexity: float
+    is_fused: bool  # by the kernels it ran on: without them a smaller format isn't faster
+
+    @property
+    def is_good(self) -> bool:
+        return self.kl <= MOST_KL and self.perplexity <= MOST_PERPLEXITY
+
+
+def resolve_format(model: str, requested: str, say: Callable[[str], None]) -> tuple[str, Quality | None]:
+    """The weight format to use for `requested`, and what is known of its quality (None: not measured)."""
+    if requested != "auto":
+        return requested, None
+    meta = read_meta(model)
+    quality = _kept(meta, "int8")
+    if quality is None:
+        say(f"Measuring once what int8 costs {meta.name} in quality.")
+        quality = measure(model, "int8")
+        _keep(meta, quality)
+    if not quality.is_fused:
+        return "bf16", None
+    if quality.is_good:
+        return "int8", quality
+    say(
+        f"{meta.name} runs in bf16: in int8 its mean KL would be {quality.kl:.4f} (at most {MOST_KL}) "
+        f"and its perplexity {quality.perplexity:.4f} times that of float32 (at most {MOST_PERPLEXITY})."
+    )
+    return "bf16", None
+
+
+def measure(model: str, weight_format: str) -> Quality:
+    """Runs the held-out text through both formats. Raises ModelError where the model can't be run."""
+    ids = load_text(model).tokenizer.encode(resources.files("engine").joinpath("heldout.txt").read_text("utf-8"))
+    exact = _Forward(model, "float32", "float32", ids)
+    other = _Forward(model, weight_format, "bf16", ids)
+    size = min(len(ids), _MOST_TOKENS, exact.runner.context_tokens)
+    kl = agree = exact_nll = other_nll = 0.0
+    for start in range(0, size, _CHUNK_TOKENS):
+        end = min(start + _CHUNK_TOKENS, size)
+        p, q = (forward.log_probabilities(start, end) for forward in (exact, other))
+        kl += float((p.exp() * (p - q)).sum())
+        agree += float((p.argmax(-1) == q.argmax(-1)).sum())
+        following = torch.tensor(ids[start + 1 : end + 1])
+        rows = torch.arange(len(following))
+        exact_nll -= float(p[rows, following].sum())
+        other_nll -= float(q[rows, following].sum())
+    ratio = float(torch.tensor((other_nll - exact_nll) / size).exp())
+    return Quality(
+        weight_format=weight_format,
+        kl=kl / size,
+        top1=agree / size,
+        perplexity=ratio,
+        is_fused=other.runner.kernels.is_fused,
+    )
+
+
+class _Forward:
+    """One runner that walks the text as a single sequence."""
+
+    def __init__(self, model: str, weight_format: str, kv_format: str, ids: list[int]) -> None:
+        self.runner = ModelRunner(
+            EngineConfig(
+                model=model, weight_format=weight_format, kv_format=kv_format, num_blocks=_MOST_TOKENS // 16 + 1
+            )
+        )
+        self._ids = ids
+
+    def log_probabilities(self, start: int, end: int) -> torch.Tensor:
+        """float32 [end - start, vocab]; calls follow each other."""
+        chunk = Chunk(
+            seq_id="text",
+            token_ids=tuple(self._ids[start:end]),
+            start=start,
+            block_ids=tuple(range(-(-end // 16))),
+            logit_rows=tuple(range(end - start)),
+            params=_PARAMS,
+            num_prompt_tokens=len(self._ids),
+        )
+        return self.runner.logits(StepPlan(step=start // _CHUNK_TOKENS, chunks=(chunk,))).log_softmax(-1)
+
+
+def _file(meta: ModelMeta, weight_format: str) -> Path:
+    folder = platformdirs.user_cache_path("batchsvc", appauthor=False) / "quality"
+    return folder / f"{meta.digest[:24]}-{weight_format}-v{_VERSION}.json"
+
+
+def _kept(meta: ModelMeta, weight_format: str) -> Quality | None:
+    try:
+        return Quality(**json.loads(_file(meta, weight_format).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # never measured, or not readable: measure
+        return None
+
+
+def _keep(meta: ModelMeta, quality: Quality) -> None:
+    path = _file(meta, quality.weight_format)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".partial")
+        scratch.write_text(json.dumps(asdict(quality)), "utf-8")
+        scratch.replace(path)
+    except OSError:  # a read-only cache only costs the next measurement
+        return
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m engine.quality MODEL [--format F]`: prints one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m engine.quality", description="Measure a weight format's quality.")
+    parser.add_argument("model", help="name, path or hf:owner/name")
+    parser.add_argument("--format", default="int8", choices=("int8", "bf16"))
+    args = parser.parse_args(argv)
+    try:
+        quality = measure(str(locate(args.model)), args.format)
+    except EngineError as error:
+        sys.stderr.write(f"The quality can't be measured: {error}\n")
+        return 1
+    report: dict[str, Any] = {**asdict(quality), "is_good": quality.is_good}
+    sys.stdout.write(json.dumps(report) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

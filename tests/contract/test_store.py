@@ -27,7 +27,7 @@ def store(s3_server: S3Server) -> ObjectStore:
 def _settings(server: S3Server, **changes: str) -> Settings:
     return Settings.from_env(
         {
-            "DATABASE_URL": "sqlite://",
+            "DATABASE_URL": "sqlite:///unused.sqlite3",
             "REDIS_URL": "redis://unused",
             "AWS_ENDPOINT_URL_S3": server.endpoint,
             "AWS_ACCESS_KEY_ID": server.access_key,

@@ -13,9 +13,9 @@ from sqlalchemy.orm import Session
 
 from batchsvc import ids
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import models, queries
+from batchsvc.batches import models, queries, unit_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
-from batchsvc.batches.schemas import CreateBatch, batch_object, shown_status
+from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
 from batchsvc.billing import service as billing
 from batchsvc.db.keyset import Cursor
@@ -29,6 +29,7 @@ WINDOWS = {"24h": ("batch_24h", 24 * 3_600_000)}  # completion window: its price
 SILENT_RENEWALS = 3  # a worker that missed as many heartbeats serves nobody
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 _REPEAT_MS = 15 * 60_000
+_USUAL_ATTEMPTS = 2  # to finalize: one that was killed, and its successor
 
 
 def create_batch(session: Session, caller: Caller, body: CreateBatch, *, is_retry: bool = False) -> Batch:
@@ -136,9 +137,11 @@ def live_batch_of(session: Session, file_id: str) -> str | None:
 def show(session: Session, rows: Sequence[Batch], renew_s: float) -> list[dict[str, Any]]:
     """Batches as the API shows them, each with what it waits for."""
     served: set[str] = set()
-    if any(row.status == Status.IN_PROGRESS for row in rows):
+    delayed: set[str] = set()
+    if running := {row.model_digest or "" for row in rows if row.status == Status.IN_PROGRESS}:
         served = queries.served_digests(session, alive_since_ms(session, renew_s))
-    return [batch_object(row, waiting_for=_waiting_for(row, served)) for row in rows]
+        delayed = unit_queries.delayed_batches(session, running)
+    return [batch_object(row, waiting_for=_waiting_for(row, served, delayed)) for row in rows]
 
 
 def alive_since_ms(session: Session, renew_s: float) -> int:
@@ -146,10 +149,16 @@ def alive_since_ms(session: Session, renew_s: float) -> int:
     return database_now_ms(session) - round(SILENT_RENEWALS * renew_s * 1000)
 
 
-def _waiting_for(row: Batch, served: set[str]) -> str | None:
-    if shown_status(row) != Status.IN_PROGRESS or row.model_digest in served:
+def _waiting_for(row: Batch, served: set[str], delayed: set[str]) -> str | None:
+    if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
+        return f"its results can't be put together, this is attempt {row.fin_epoch}: the log of the control worker says why"
+    if row.status != Status.IN_PROGRESS:
         return None
-    return f"no worker for model {row.model_id}"
+    if row.model_digest not in served:
+        return f"no worker for model {row.model_id}"
+    if row.id in delayed:  # a unit is only given back for later when a worker could not read it
+        return "its stored work can't be read, a worker tries again: the log of the engine worker says why"
+    return None
 
 
 def _check(body: CreateBatch) -> None:

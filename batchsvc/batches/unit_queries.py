@@ -10,6 +10,7 @@ Lock order is batch, then unit, in every transaction that takes both; a claim ta
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +226,12 @@ def seal(session: Session, batch_id: str) -> int:
         .execution_options(synchronize_session=False)
     ).all()
     return len(sealed)
+
+
+def delayed_batches(session: Session, digests: Iterable[str]) -> set[str]:
+    """Batches of these models that have units which were given back for later. Served by ix_units_claim."""
+    later = (Unit.state == "ready", Unit.not_before_ms > database_now_ms(session))
+    return set(session.scalars(select(Unit.batch_id).where(Unit.model_digest.in_(set(digests)), *later).distinct()))
 
 
 def take_first_tickets(session: Session, batch_id: str) -> dict[str, int]:

@@ -13,9 +13,9 @@ import orjson
 import pytest
 from sqlalchemy import select
 
-from batchsvc.batches import unit_queries
+from batchsvc.batches import service, unit_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Worker
+from batchsvc.batches.tables import Batch, Worker
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
@@ -205,6 +205,26 @@ def test_a_store_that_is_away_costs_time_only(sqlite_world: World) -> None:
         away[0] = False
         until(completed(world, batch_id), "all lines")
     finalized(world, batch_id, Status.COMPLETED)
+
+
+def test_a_unit_that_cannot_be_read_is_told_and_tried_again(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=4, unit_lines=2)
+    unit = world.units(batch_id)[0]
+    good = world.store.get(unit.s3_key)
+    world.store.put(unit.s3_key, good[:-1])
+
+    def waiting_for() -> str | None:
+        with world.db.reading() as session:
+            (shown,) = service.show(session, [session.get_one(Batch, batch_id)], renew_s=10)
+        return shown["waiting_for"]
+
+    assert waiting_for() == "no worker for model tiny"
+    with worker(world, lease_s=1.0, renew_s=0.2):
+        until(lambda: "its stored work can't be read" in (waiting_for() or ""), "the batch says why it waits")
+        world.store.put(unit.s3_key, good)
+        until(completed(world, batch_id), "all lines")
+        assert waiting_for() is None
 
 
 def test_a_worker_that_cannot_renew_fences_itself(sqlite_world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from batchsvc.batches import finalize_queries, unit_queries
+from batchsvc.batches import finalize_queries, service, unit_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Garbage
+from batchsvc.batches.tables import Batch, Garbage
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.errors import NotFoundError, UnavailableError
 from batchsvc.files.tables import File
@@ -207,8 +207,13 @@ def test_a_damaged_part_is_never_published(sqlite_world: World, damage: str) -> 
     else:
         data = world.store.get((part if damage == "bits" else other).s3_key)
         world.store.put(part.s3_key, data if damage == "foreign" else data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(NotFoundError if damage == "gone" else DamagedError):
-        finalizer(world).finalize(batch_id)
+    for attempt in range(3):
+        with pytest.raises(NotFoundError if damage == "gone" else DamagedError):
+            finalizer(world).finalize(batch_id)
+        world.set_batch(batch_id, fin_lease_ms=0)
+        with world.db.reading() as session:
+            (shown,) = service.show(session, [session.get_one(Batch, batch_id)], renew_s=1)
+        assert ("can't be put together" in str(shown["waiting_for"])) == (attempt == 2)
     assert world.batch(batch_id).status == Status.FINALIZING and world.batch(batch_id).output_file_id is None
 
 

@@ -151,7 +151,8 @@ def alive_since_ms(session: Session, renew_s: float) -> int:
 
 def _waiting_for(row: Batch, served: set[str], delayed: set[str]) -> str | None:
     if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
-        return f"its results can't be put together, this is attempt {row.fin_epoch}: the log of the control worker says why"
+        says = f"its results can't be put together, this is attempt {row.fin_epoch}"
+        return f"{says}: the log of the control worker says why"
     if row.status != Status.IN_PROGRESS:
         return None
     if row.model_digest not in served:

@@ -23,9 +23,11 @@ import platformdirs
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.load.fetch import locate
 from engine.load.meta import ModelMeta, read_meta
+from engine.load.weights import open_model
+from engine.memory import available_bytes
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.sched.plan import Chunk, StepPlan
@@ -61,8 +63,15 @@ def resolve_format(model: str, requested: str, say: Callable[[str], None]) -> tu
     meta = read_meta(model)
     quality = _kept(meta, "int8")
     if quality is None:
+        if not _can_measure(meta):
+            say(f"{meta.name} runs in bf16: there is too little memory here to compare int8 with float32.")
+            return "bf16", None
         say(f"Measuring once what int8 costs {meta.name} in quality.")
-        quality = measure(model, "int8")
+        try:
+            quality = measure(model, "int8")
+        except ConfigError as error:
+            say(f"{meta.name} runs in bf16: {error}")
+            return "bf16", None
         _keep(meta, quality)
     if not quality.is_fused:
         return "bf16", None
@@ -124,6 +133,12 @@ class _Forward:
             num_prompt_tokens=len(self._ids),
         )
         return self.runner.logits(StepPlan(step=start // _CHUNK_TOKENS, chunks=(chunk,))).log_softmax(-1)
+
+
+def _can_measure(meta: ModelMeta) -> bool:
+    """Whether the model fits into memory as float32 and int8 at once, with some room."""
+    config, _ = open_model(meta.path)
+    return 6 * config.num_parameters < available_bytes()
 
 
 def _file(meta: ModelMeta, weight_format: str) -> Path:

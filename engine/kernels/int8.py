@@ -19,12 +19,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.kernels.values import Matrix
 
 BLOCK = 64
 
 
-class Int8Error(Exception):
+class Int8Error(ConfigError):
     """This machine multiplies no int8 matrices correctly."""
 
 
@@ -112,7 +113,7 @@ def _backend() -> type[_IntMm] | type[_OneDnn]:
     """The faster of those that are right here. Raises Int8Error."""
     timed = [(seconds, backend) for backend in (_IntMm, _OneDnn) if (seconds := _try(backend)) is not None]
     if not timed:
-        raise Int8Error("torch multiplies int8 matrices wrongly on this processor")
+        raise Int8Error("torch multiplies int8 matrices wrongly on this processor; use the weight format bf16.")
     return min(timed, key=lambda pair: pair[0])[1]
 
 

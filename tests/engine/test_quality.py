@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import quality
+from engine.kernels.int8 import Int8Error
 from engine.quality import MOST_KL, Quality, measure, resolve_format
 
 GOOD = Quality(weight_format="int8", kl=MOST_KL / 2, top1=0.95, perplexity=1.001, is_fused=True)
@@ -60,3 +61,21 @@ def test_auto_is_bf16_where_int8_costs_too_much_or_brings_nothing(
 def test_a_format_that_was_asked_for_is_not_measured(tiny_model: Path) -> None:
     for weight_format in ("bf16", "float32", "int8"):
         assert resolve_format(str(tiny_model), weight_format, pytest.fail) == (weight_format, None)
+
+
+def test_auto_is_bf16_where_it_cannot_be_measured(
+    tiny_model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(quality, "available_bytes", lambda: 1000)
+    assert resolve_format(str(tiny_model), "auto", said.append) == ("bf16", None)
+    assert "too little memory" in said[-1]
+    monkeypatch.undo()
+    monkeypatch.setattr(quality, "_kept", lambda *_: None)
+
+    def broken(*_: str) -> Quality:
+        raise Int8Error("torch multiplies wrongly.")
+
+    monkeypatch.setattr(quality, "measure", broken)
+    assert resolve_format(str(tiny_model), "auto", said.append) == ("bf16", None)
+    assert said[-1].endswith("torch multiplies wrongly.")

@@ -5,7 +5,7 @@
         result = runner.execute(plan)      engine/runner.py            tokens
         ended  = scheduler.commit(plan, result)                        and their end: engine/text, engine/sample/stop.py
 
-`add` and `abort` may be called from any thread, everything else from the one that steps. A runner that raises leaves
+`add`, `abort` and `expect` may be called from any thread, all else from the one that steps. A runner that raises leaves
 the engine unusable: the exception goes to whoever stepped, who knows from `add` what was under way.
 """
 
@@ -18,8 +18,8 @@ from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.intake import EngineStats, Intake, refusal, run_requests
-from engine.request import Completion, FinishReason, Request, StepOutput, Usage
+from engine.intake import Announcement, EngineStats, Intake, refusal, run_requests
+from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
 from engine.sample.stop import StopMatcher
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
@@ -97,6 +97,11 @@ class Engine:
         """Ends a request with finish_reason ABORT in the next step; an unknown id is ignored. Thread-safe."""
         self._intake.abort(request_id)
 
+    def expect(self, name: str, expectation: Expectation | None) -> None:
+        """Announces under a name what later requests begin with, so that the cache keeps it; None takes it back.
+        Changes no result. Thread-safe."""
+        self._intake.expect(name, expectation)
+
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
         return self._intake.has_work() or self.scheduler.has_work()
@@ -170,6 +175,9 @@ class Engine:
         for item in self._intake.take():
             if isinstance(item, str):
                 self.scheduler.abort(item)
+                continue
+            if isinstance(item, Announcement):
+                self.scheduler.expect(item.name, item.expectation)
                 continue
             self._answers[item.id] = _Answer(item, self._text, self._runner.eos_ids)
             self.scheduler.add(item, self._context_tokens - len(item.prompt_ids))

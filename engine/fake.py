@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.intake import EngineStats, Intake, refusal, run_requests
-from engine.request import Completion, FinishReason, Request, StepOutput, Usage
+from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
 from engine.text import TextModel
 
 # fmt: off
@@ -72,6 +72,9 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         """As Engine.abort."""
         self._intake.abort(request_id)
+
+    def expect(self, name: str, expectation: Expectation | None) -> None:
+        """As Engine.expect; without a cache there is nothing to keep."""
 
     def has_work(self) -> bool:
         return bool(self._intake.has_work() or self._waiting or self._running)
@@ -136,7 +139,7 @@ class FakeEngine:
         for item in self._intake.take():
             if isinstance(item, str):
                 self._abort(item, output)
-            else:
+            elif isinstance(item, Request):
                 self._waiting.append(item)
 
     def _start(self, request: Request) -> None:

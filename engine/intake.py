@@ -9,10 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.errors import EngineError, RequestError
-from engine.request import Completion, FinishReason, Request, StepOutput, Usage
+from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,20 @@ def error_completion(request: Request, code: str, message: str) -> Completion:
     )
 
 
+class Announcement(NamedTuple):
+    """Something to expect under a name; None: nothing any more."""
+
+    name: str
+    expectation: Expectation | None
+
+
 class Intake:
-    """Requests and aborts in the order they came, until the thread that steps takes them. Thread-safe."""
+    """What came in, in its order, until the thread that steps takes it. Thread-safe."""
 
     def __init__(self, check: Callable[[Request], RequestError | None]) -> None:
         self._check = check
         self._lock = threading.Lock()
-        self._inbox: deque[Request | str] = deque()
+        self._inbox: deque[Request | str | Announcement] = deque()
         self._open: set[str] = set()
         self._held = StepOutput()
         self._is_closed = False
@@ -97,8 +104,13 @@ class Intake:
             if request_id in self._open:
                 self._inbox.append(request_id)
 
-    def take(self) -> list[Request | str]:
-        """Requests, and ids to abort, since the last call."""
+    def expect(self, name: str, expectation: Expectation | None) -> None:
+        """Passes an announcement on, in order with the requests."""
+        with self._lock:
+            self._inbox.append(Announcement(name, expectation))
+
+    def take(self) -> list[Request | str | Announcement]:
+        """Requests, ids to abort, and announcements, since the last call."""
         with self._lock:
             taken = list(self._inbox)
             self._inbox.clear()

@@ -71,6 +71,17 @@ class Request:
     choice: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What requests to come begin with, though the engine doesn't have them yet: for each (depth_tokens, count) of
+    `uses`, `count` further pieces of work begin with the first `depth_tokens` ids of `prompt_ids`."""
+
+    prompt_ids: Sequence[int]
+    uses: tuple[tuple[int, int], ...]
+    salt: str = ""
+    adapter: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one request. `hit_tokens` is what the cache held when the request was first admitted."""

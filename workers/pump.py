@@ -16,7 +16,7 @@ import structlog
 
 from batchsvc import logs
 from engine.errors import RequestError
-from engine.request import Completion, Request, StepOutput
+from engine.request import Completion, Expectation, Request, StepOutput
 from workers.thread import WorkThread
 
 log = structlog.get_logger(__name__)
@@ -33,10 +33,11 @@ class Stats(Protocol):
 
 
 class EngineLike(Protocol):
-    """The engine, or the fake one. `add` and `abort` may be called while another thread steps."""
+    """The engine, or the fake one. `add`, `abort` and `expect` may be called while another thread steps."""
 
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def expect(self, name: str, expectation: Expectation | None) -> None: ...
     def step(self) -> StepOutput: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Any: ...
@@ -45,6 +46,9 @@ class EngineLike(Protocol):
 
 class Source(Protocol):
     """Where requests come from and completions go to. Called on the pump thread only."""
+
+    def announce(self) -> list[tuple[str, Expectation | None]]:
+        """What the engine may expect under which name, or no longer (None), since the last call."""
 
     def take(self, room: int) -> list[Request]:
         """At most `room` requests to run now; may fetch more work for the next call. Must not raise."""
@@ -154,6 +158,8 @@ class Pump:
         for source in self._sources:
             with self._lock:
                 inside = len(self._inside)
+            for name, expectation in source.announce():
+                self._engine.expect(name, expectation)
             room = self._waiting_requests - max(0, inside - self._running())
             for request in source.take(max(0, room)):
                 self._add(source, request)

@@ -16,7 +16,7 @@ from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, line_cost_nanos
-from engine.request import Completion, FinishReason, Request, SamplingParams
+from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 
 _OWN_FAULT = {"context_length_exceeded", "invalid_value"}  # codes of requests that no engine could run
 _ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -48,6 +48,15 @@ def open_rows(unit: ClaimedUnit, file: UnitFile) -> Iterator[OpenRow]:
             lacking.setdefault(line.row, []).append((line.bit, line.member))
     for index, members in lacking.items():
         yield OpenRow(request_id=f"{unit.id}:{unit.epoch}:{index}", row=file.rows[index], members=tuple(members))
+
+
+def to_expectation(unit: ClaimedUnit, file: UnitFile) -> Expectation | None:
+    """What later units of the window share with this one: prefixes of its last prompt. None if they share nothing."""
+    if not file.prefix_uses:
+        return None
+    uses = tuple((use.depth_tokens, use.later_units) for use in file.prefix_uses)
+    deepest = max(depth for depth, _ in uses)
+    return Expectation(prompt_ids=file.rows[-1].prompt_ids[:deepest].tolist(), uses=uses, salt=unit.salt)
 
 
 def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:

@@ -26,8 +26,8 @@ from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
 from batchsvc.store.s3 import ObjectStore
 from engine.errors import RequestError
-from engine.request import Completion, Request
-from workers.translate import FinishedLine, OpenRow, open_rows, to_errors, to_lines, to_request
+from engine.request import Completion, Expectation, Request
+from workers.translate import FinishedLine, OpenRow, open_rows, to_errors, to_expectation, to_lines, to_request
 
 _LOOK_S = 0.1
 
@@ -92,6 +92,7 @@ class UnitSource:
         self._claiming = threading.Lock()
         self._live: dict[str, _LiveUnit] = {}
         self._of_request: dict[str, _LiveUnit] = {}
+        self._news: list[tuple[str, Expectation | None]] = []  # announcements that the engine doesn't know yet
         self._backlog: deque[OpenRow] = deque()  # rows of live units that the engine doesn't have yet
         self._room = 0  # requests that fit the engine's waiting set beyond the backlog
         self._next_poll_s = monotonic_s() + poll_s
@@ -119,6 +120,12 @@ class UnitSource:
             return len(self._live)
 
     # ---- the pump's side
+
+    def announce(self) -> list[tuple[str, Expectation | None]]:
+        """What later units need of the prefixes of a live one; taken back when that one's last word is written."""
+        with self._changed:
+            news, self._news = self._news, []
+        return news
 
     def take(self, room: int) -> list[Request]:
         with self._changed:
@@ -218,6 +225,8 @@ class UnitSource:
         with self._changed:
             live = self._live.pop(unit_id, None)
             requests = self._detach(live) if live else []
+            if live:
+                self._news.append((unit_id, None))
         self._abort(requests)
 
     def _detach(self, live: _LiveUnit) -> list[str]:
@@ -270,11 +279,14 @@ class UnitSource:
         data = self._store.get(unit.s3_key)
         if hashlib.sha256(data).hexdigest() != unit.sha256:
             raise ValueError(f"The object {unit.s3_key} isn't what was planned.")
-        rows = list(open_rows(unit, unit_file.read(data)))
+        file = unit_file.read(data)
+        rows, expectation = list(open_rows(unit, file)), to_expectation(unit, file)
         log.info("unit.claimed", unit=unit.id, epoch=unit.epoch, batch=unit.batch_id, requests=len(rows))
         live = _LiveUnit(unit, {row.request_id: row for row in rows})
         with self._changed:
             self._live[unit.id] = live
+            if expectation is not None:
+                self._news.append((unit.id, expectation))
             self._of_request.update(dict.fromkeys(live.open, live))
             self._backlog.extend(rows)
             self._room -= len(rows)

@@ -11,7 +11,7 @@ Idle blocks are evicted by what is known about the future, never by age: first t
 then the one needed furthest ahead; of equals the deepest in its prefix, so that the common beginnings stay longest.
 `next_use(block)` says how far ahead a block is needed, `math.inf` for never. It is asked when a block becomes idle and
 again before it is evicted, so an answer may move nearer at any time; one that moved away is noticed at the latest when
-the heap is rebuilt.
+the heap is rebuilt, as `reorder()` does.
 
 Blocks whose content died are logged until `drain_freed()`, so that a pool in poison mode can overwrite them.
 """
@@ -120,6 +120,11 @@ class BlockPool:
         assert block not in self._depths, f"block {block} is cached twice"
         self._depths[block] = depth
 
+    def reorder(self) -> None:
+        """Asks for the next use of all idle blocks again, because some are needed later than they were."""
+        self._heap = [self._entry(idle, stamp) for idle, stamp in self._idle.items()]
+        heapq.heapify(self._heap)
+
     def drain_freed(self) -> tuple[int, ...]:
         """Blocks whose content died since the last call, in order. They may have new owners by now."""
         freed = tuple(self._freed)
@@ -151,8 +156,7 @@ class BlockPool:
         self._stamp += 1
         self._idle[block] = self._stamp
         if len(self._heap) > 2 * len(self._idle) + 64:  # mostly outdated entries: start over
-            self._heap = [self._entry(idle, stamp) for idle, stamp in self._idle.items()]
-            heapq.heapify(self._heap)
+            self.reorder()
         else:
             heapq.heappush(self._heap, self._entry(block, self._stamp))
 

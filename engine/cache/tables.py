@@ -17,6 +17,7 @@ poisoned, so a source may be evicted and rewritten in the same step; neither sou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from engine.cache.blocks import BlockPool
@@ -59,6 +60,13 @@ class BlockTables:
             if seq.scope is None:
                 seq.scope = self._index.scope(seq.request.adapter, seq.request.salt)
             self._index.extend_keys(seq.block_keys, seq.scope, seq.tokens, seq.num_known)
+
+    def prefix_keys(self, prompt_ids: Ids[int], *, salt: str, adapter: str) -> list[bytes]:
+        """Keys of the full blocks of a prompt that has no sequence."""
+        keys: list[bytes] = []
+        if self._index is not None:
+            self._index.extend_keys(keys, self._index.scope(adapter, salt), prompt_ids, len(prompt_ids))
+        return keys
 
     def match(self, seq: Sequence) -> list[Entry]:
         """The longest cached chain of the waiting sequence's full blocks. Changes nothing."""

@@ -28,8 +28,9 @@ from typing import NamedTuple
 from engine.cache.prefix import Entry, PrefixIndex
 from engine.cache.sequence import Sequence, SequenceState
 from engine.cache.tables import BlockTables
-from engine.request import FinishReason, Request
+from engine.request import Expectation, FinishReason, Request
 from engine.sched.budget import Forecast, Load, StepBudget, least_outputs, predicted_peak_blocks
+from engine.sched.expected import ExpectedUses, block_uses
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
 
@@ -72,7 +73,7 @@ class Scheduler:
     """One engine's waiting and running sequences. Not thread-safe.
 
     `index` None turns the prefix cache off. `next_use(key)` tells how far ahead a cached block is needed; by default
-    the waiting requests decide.
+    the waiting requests decide, and beyond them what was announced by `expect`.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class Scheduler:
         self._max_running = max_running
         self._judge = judge
         self._waiting = WaitingQueue()
+        self._expected = ExpectedUses()
         self._leaders = PrefixLeaders()
         self._forecast = Forecast()
-        self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._waiting.next_use)
+        self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._next_use)
         self._pool = self._tables.pool
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # by rank
@@ -160,6 +162,17 @@ class Scheduler:
             return False
         self._preempt(seq)
         return True
+
+    def expect(self, name: str, expectation: Expectation | None) -> None:
+        """Keeps cached prefixes for requests to come. Takes the place of what `name` announced before; None takes it
+        back."""
+        if self._expected.drop(name):
+            self._pool.reorder()
+        if expectation is not None:
+            depth = max((depth for depth, _ in expectation.uses), default=0)
+            prefix = expectation.prompt_ids[:depth]
+            keys = self._tables.prefix_keys(prefix, salt=expectation.salt, adapter=expectation.adapter)
+            self._expected.hold(name, block_uses(keys, self._block_tokens, expectation.uses))
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step. None: nothing to compute before a commit or an add."""
@@ -230,6 +243,9 @@ class Scheduler:
         leaders = self._leaders.leaders()
         assert all(seq.state is SequenceState.RUNNING for seq in leaders.values()), "a leader isn't running"
         assert self._waiting.parked_keys() <= leaders.keys(), "a follower waits for nobody"
+
+    def _next_use(self, key: bytes) -> float:
+        return min(self._waiting.next_use(key), self._expected.next_use(key))
 
     def _new_sequence(self, request: Request, max_outputs: int | None) -> Sequence:
         assert request.id not in self._sequences, f"{request.id} is there already"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError
-from engine.request import Completion, FinishReason, Request, SamplingParams
+from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 from engine.sched.plan import Chunk, StepPlan, StepResult
 from engine.text import TextModel, load_text
 from tests.engine.oracle import EOS, VOCAB, OracleRunner, answer, request
@@ -185,6 +185,26 @@ def test_an_id_is_taken_while_its_request_is_unfinished() -> None:
     assert len(drain(engine)) == 1
     engine.add(request("r", [4], 2))
     assert len(drain(engine)) == 1
+
+
+def test_expectations_from_other_threads_keep_what_they_name_and_change_no_answer() -> None:
+    engine = make_engine(OracleRunner(4, 8), max_running=1)
+    old, new = [1] * 9, [2] * 9
+    expectation = Expectation(prompt_ids=old, uses=((8, 1),))
+    threads = [threading.Thread(target=engine.expect, args=(f"unit{i}", expectation)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    requests = [request(f"r{i}", prompt, 1) for i, prompt in enumerate([old, new, [3] * 17])]
+    for thread in threads:
+        thread.join()
+    for made in [*requests, request("again", old, 1)]:
+        (completion,) = engine.run([made])
+        assert list(completion.token_ids) == answer(made)[0]
+    assert completion.usage.hit_tokens == 8
+    for i in range(8):
+        engine.expect(f"unit{i}", None)
+    assert drain(engine) == {}
+    assert len(engine.scheduler._expected) == 0
 
 
 def test_an_abort_ends_a_request_with_what_it_has_and_unknown_ids_are_ignored() -> None:

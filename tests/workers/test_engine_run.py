@@ -21,7 +21,7 @@ from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.fake import FakeEngine
-from engine.request import Request, StepOutput
+from engine.request import Expectation, Request, StepOutput
 from tests.dispatchers import NullDispatcher
 from tests.workers.conftest import DIGEST, World
 from tests.workers.helpers import finish, put_part
@@ -117,6 +117,26 @@ def test_the_waiting_set_is_bounded_and_mixes_batches(sqlite_world: World) -> No
     assert max(waiting) <= 5 + 1, "a request that the engine is just about to start may be counted once more"
     batch_of = {unit.id: batch_id for batch_id in batches for unit in world.units(batch_id)}
     assert any(len({batch_of[unit_id] for unit_id in units}) > 1 for units in seen_together)
+
+
+def test_what_later_units_need_is_announced_with_a_unit_and_taken_back_at_its_end(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=12, unit_lines=4)
+    announced: list[tuple[str, Expectation | None]] = []
+
+    class Watched(FakeEngine):
+        def expect(self, name: str, expectation: Expectation | None) -> None:
+            announced.append((name, expectation))
+
+    with worker(world, Watched(None)):
+        until(completed(world, batch_id), "all lines")
+        until(lambda: len(announced) == 6, "each unit has its first and its last word")
+    for unit in world.units(batch_id):
+        first, last = [expectation for name, expectation in announced if name == unit.id]
+        assert last is None
+        assert first is not None
+        assert (list(first.prompt_ids), first.uses) == ([1, 2, 3], ((3, 1),))
+        assert first.salt, "a project's blocks are its own"
 
 
 def test_cancelling_keeps_what_is_finished(world: World) -> None:

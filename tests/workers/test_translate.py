@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchsvc.batches import unit_file
 from batchsvc.batches.unit_file import UnitFile, UnitRow
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, line_cost_nanos
 from engine.request import Completion, FinishReason, Usage
+from engine.sched.order import plan_window
 from tests.workers.conftest import RATES
-from workers.translate import open_rows, to_lines, to_request
+from workers.translate import open_rows, to_expectation, to_lines, to_request
 
 
 def claimed(num_lines: int, done: int = 0) -> ClaimedUnit:
@@ -49,6 +53,42 @@ def file_of(folds: list[int], planned: int = 1, prompt_tokens: int = 8) -> UnitF
             )
         )
     return UnitFile(rows=rows, prefix_uses=[])
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=12))
+def test_what_is_expected_is_what_later_units_begin_with(prompts: list[list[int]]) -> None:
+    """Through plan and unit file: each use names a real prefix, by digest too, and as many later units have it."""
+    packed = [np.asarray(prompt, ">u4").tobytes() for prompt in prompts]
+    plan = plan_window(packed, [None] * len(packed), [1] * len(packed), unit_lines=2, unit_tokens=10**6)
+    units = [[prompts[row.members[0]] for row in plan.rows[unit]] for unit in plan.units]
+    for number, unit_prompts in enumerate(units):
+        rows = [
+            UnitRow(
+                line_nos=(1,),
+                custom_ids=("c",),
+                prompt_ids=np.asarray(prompt, np.int32),
+                params={},
+                planned_cached_tokens=0,
+                max_tokens=1,
+            )
+            for prompt in unit_prompts
+        ]
+        file = unit_file.read(unit_file.write(rows, plan.prefix_uses[number]))
+        expectation = to_expectation(claimed(len(rows)), file)
+        if expectation is None:
+            assert not plan.prefix_uses[number]
+            continue
+        assert expectation.salt == "salt"
+        for depth, count in expectation.uses:
+            prefix = list(expectation.prompt_ids[:depth])
+            assert len(prefix) == depth
+            later = [any(prompt[:depth] == prefix for prompt in unit) for unit in units[number + 1 :]]
+            assert sum(later) == count
+        digests = {use.digest for use in file.prefix_uses}
+        assert digests == {
+            hashlib.blake2b(np.asarray(expectation.prompt_ids[:depth], ">u4").tobytes(), digest_size=16).hexdigest()
+            for depth, _ in expectation.uses
+        }
 
 
 @given(folds=st.lists(st.integers(1, 4), min_size=1, max_size=6), data=st.data())

@@ -68,6 +68,11 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it computes anything after its prompt; with one token to sample it doesn't."""
+        return self.max_outputs > 1
+
+    @property
     def num_outputs(self) -> int:
         """Sampled tokens, read or not."""
         return len(self.tokens) - len(self.request.prompt_ids)

@@ -5,12 +5,11 @@ r₁ ≥ r₂ ≥ …. When sequence i ends, after rᵢ more steps, sequences 1 
 private tokens are Σ_{j≤i} cⱼ + i·rᵢ; the peak is the largest of these sums in whole blocks, plus the blocks that
 several share.
 
-How much a request will still write is a guess: `Forecast` learns it from those that ended.
+How much a request will still write is a guess: engine/sched/forecast.py learns it from siblings.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,46 +54,11 @@ def predicted_peak_blocks(loads: Iterable[Load], block_tokens: int) -> int:
     return peak_blocks
 
 
-class Forecast:
-    """Guesses how long answers get, and how much of the pool to keep back for wrong guesses.
-
-    `share` follows the 90th percentile of output tokens ÷ max_tokens: a step up nine times as large as a step down
-    comes to rest where nine of ten requests end below. `reserve` is the share of the pool kept free; a preemption
-    that memory forced raises it at once, every finished request lets it sink.
-    """
-
-    _QUANTILE = 0.9
-    _RATE = 0.05
-    _MOST_RESERVE = 0.25
-
-    def __init__(self) -> None:
-        self.share = 0.5
-        self.reserve = 0.0
-
-    def output_tokens(self, params: SamplingParams, num_outputs: int, max_outputs: int) -> int:
-        """Expected length of an answer that has `num_outputs` tokens and at most `max_outputs`."""
-        if never_stops_early(params):
-            return max_outputs
-        outgrown = num_outputs + num_outputs // 4 + 16
-        guess = max(math.ceil(self.share * params.max_tokens), params.min_tokens)
-        return min(max_outputs, guess if num_outputs < guess else outgrown)
-
-    def observe_end(self, params: SamplingParams, num_outputs: int) -> None:
-        self.reserve *= 0.98
-        if not never_stops_early(params):
-            above = num_outputs > self.share * params.max_tokens
-            step = self._RATE * (self._QUANTILE if above else self._QUANTILE - 1)
-            self.share = min(max(self.share + step, 0.01), 1.0)
-
-    def observe_preemption(self) -> None:
-        self.reserve = min(self.reserve + 0.01, self._MOST_RESERVE)
-
-
-def never_stops_early(params: SamplingParams) -> bool:
+def is_known(params: SamplingParams) -> bool:
     """Whether only `max_tokens` can end the answer, so that its length is known."""
-    return params.ignore_eos and not params.stop and not params.stop_token_ids
+    return params.max_tokens == 1 or (params.ignore_eos and not params.stop and not params.stop_token_ids)
 
 
 def least_outputs(params: SamplingParams, max_outputs: int) -> int:
     """Tokens that the request is certain to produce."""
-    return max_outputs if never_stops_early(params) else min(max(params.min_tokens, 1), max_outputs)
+    return max_outputs if is_known(params) else min(max(params.min_tokens, 1), max_outputs)

@@ -9,7 +9,8 @@
 2. Unfinished prefills take what is left of the token budget, as far as blocks reach.
 3. Requests are admitted while tokens are left and the predicted KV peak fits the pool (sched/budget.py); none in a
    round that preempted. A follower of a prefix that is being computed waits for its leader. One that doesn't fit may be
-   overtaken by a few smaller ones of its lane, a bounded number of times.
+   overtaken by a few smaller ones of its lane, a bounded number of times. `max_running` bounds those that decode: one
+   that ends with its first token needs no KV beyond its prompt and no place among them.
 4. Preempted requests give their blocks back and are admitted again like new ones: what is still cached is a hit.
 5. What can never fit ends with an error: at once where the prompt tells, else when it is alone and gets no block.
 
@@ -29,8 +30,9 @@ from engine.cache.prefix import Entry, PrefixIndex
 from engine.cache.sequence import Sequence, SequenceState
 from engine.cache.tables import BlockTables
 from engine.request import Expectation, FinishReason, Request
-from engine.sched.budget import Forecast, Load, StepBudget, least_outputs, predicted_peak_blocks
+from engine.sched.budget import Load, StepBudget, least_outputs, predicted_peak_blocks
 from engine.sched.expected import ExpectedUses, block_uses
+from engine.sched.forecast import Forecast
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
 
@@ -109,6 +111,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def running(self) -> tuple[Sequence, ...]:
+        """Those that run, by rank."""
+        return tuple(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -235,7 +241,7 @@ class Scheduler:
         ranks = [seq.rank for seq in self._running]
         assert ranks == sorted(ranks), "running sequences are out of order"
         assert all(seq.state is SequenceState.RUNNING for seq in self._running), "a sequence runs that shouldn't"
-        assert len(self._running) <= self._max_running, f"{len(self._running)} sequences run"
+        assert self._free_slots() >= 0, f"{len(self._running)} sequences run"
         for seq in self._sequences.values():
             if seq.state is SequenceState.WAITING:
                 assert not seq.block_ids, f"{seq.id} waits and holds blocks"
@@ -279,11 +285,15 @@ class Scheduler:
             and parent.committed_tokens >= prompt_tokens
             and list(child.request.prompt_ids) == list(parent.request.prompt_ids)
             and (child.request.salt, child.request.adapter) == (parent.request.salt, parent.request.adapter)
-            and len(self._running) < self._max_running
+            and self._free_slots() >= child.decodes
             and self._fits(
                 [*self._loads(), self._new_load(child, parent.entries[: (prompt_tokens - 1) // self._block_tokens])]
             )
         )
+
+    def _free_slots(self) -> int:
+        """How many more sequences may decode."""
+        return self._max_running - sum(seq.decodes for seq in self._running)
 
     def _is_ready(self, seq: Sequence) -> bool:
         """A placeholder can only be computed in the step right after the one that samples it."""
@@ -338,10 +348,15 @@ class Scheduler:
 
     def _admit(self, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]) -> None:
         passed: list[Sequence] = []
-        loads, num_shared = self._loads(), self._pool.num_shared
-        while budget.tokens and len(self._running) < self._max_running and len(passed) <= _LOOK_AHEAD:
+        slots = self._free_slots()
+        loads: list[Load] = []
+        num_shared = -1
+        while budget.tokens and len(passed) <= _LOOK_AHEAD:
             seq = self._waiting.pop()
             if seq is None:
+                break
+            if slots < seq.decodes:
+                self._waiting.put_back(seq)
                 break
             chain = self._tables.match(seq)
             key = self._leaders.deepest_in_progress(seq.block_keys[len(chain) :])
@@ -349,7 +364,7 @@ class Scheduler:
                 self._waiting.park(seq, key)
                 continue
             other_lane = bool(passed) and seq.request.lane != passed[0].request.lane
-            if num_shared != self._pool.num_shared:  # somebody's private blocks are shared now
+            if num_shared != self._pool.num_shared:  # at first, and when somebody's private blocks are shared now
                 loads, num_shared = self._loads(), self._pool.num_shared
             load = self._new_load(seq, chain)
             if other_lane or not self._fits([*loads, load]):
@@ -363,6 +378,7 @@ class Scheduler:
             self._start(seq, is_first=is_first)
             self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
             loads.append(load)
+            slots -= seq.decodes
             for other in passed:
                 other.num_overtaken += 1
         for seq in passed:
@@ -394,7 +410,8 @@ class Scheduler:
 
     def _load(self, seq: Sequence, shared_blocks: int) -> Load:
         num_outputs = seq.num_outputs
-        expected = self._forecast.output_tokens(seq.request.params, num_outputs, seq.max_outputs)
+        draw = (seq.rank * 0x9E3779B1 & 0xFFFFFFFF) / 2**32  # of any ranks in a row, evenly spread
+        expected = self._forecast.output_tokens(seq.request, num_outputs, seq.max_outputs, draw)
         private_tokens = max(len(seq.tokens) - shared_blocks * self._block_tokens, 0)
         return Load(private_tokens, max(expected - num_outputs - 1, 0))
 
@@ -407,11 +424,12 @@ class Scheduler:
         for token_id in token_ids:
             seq.read(token_id)
             self.counters.output_tokens += 1
+            self._forecast.observe_token(seq.request, seq.num_known - seq.num_prompt_tokens)
             reason = self._judge(seq, token_id)
             if reason is None and seq.num_known - seq.num_prompt_tokens >= seq.max_outputs:
                 reason = FinishReason.LENGTH
             if reason is not None:
-                self._forecast.observe_end(seq.request.params, seq.num_known - seq.num_prompt_tokens)
+                self._forecast.observe_end(seq.request, seq.num_known - seq.num_prompt_tokens)
                 self._end(seq, reason)
                 return
         if seq.state is SequenceState.WAITING and not seq.num_unread:  # preempted while this step was in flight

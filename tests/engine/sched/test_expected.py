@@ -111,6 +111,6 @@ def test_waiting_requests_come_before_announced_ones() -> None:
     harness = Harness(num_blocks=8, max_running=1)
     hits_of(harness, "first", OLD, NEW)
     harness.scheduler.expect("unit", Expectation(prompt_ids=tuple(OLD), uses=((8, 99),)))
-    harness.add(request("filler", [3] * 21, 1), request("waits", NEW, 1))
+    harness.add(request("filler", [3] * 21, 2), request("waits", NEW, 2))
     harness.run()
     assert harness.finished["waits"].hit_tokens == 8

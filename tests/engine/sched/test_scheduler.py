@@ -217,6 +217,23 @@ def test_lower_lanes_run_first_and_are_preempted_last() -> None:
     assert harness.finished["sooner"].num_preemptions == 0
 
 
+def test_requests_of_one_token_need_no_decode_slot_and_no_room_to_grow() -> None:
+    harness = Harness(num_blocks=12, max_running=2, step_tokens=64)
+    harness.add(*(request(f"long{i}", [9, i], 12, ignore_eos=True) for i in range(2)))
+    harness.launch()
+    harness.commit()
+    harness.add(*(request(f"score{i}", [2 + i, 3, 4], 1) for i in range(5)), request("later", [8, 8], 4))
+    plan = harness.launch()
+    assert plan is not None
+    assert [c.seq_id for c in plan.chunks] == ["long0", "long1", *(f"score{i}" for i in range(5))]
+    assert all(len(c.block_ids) == 1 for c in plan.chunks)
+    harness.commit()
+    assert harness.scheduler.num_running == 2, "the third that decodes waits for a slot"
+    harness.run()
+    harness.assert_answers()
+    assert harness.scheduler.counters.preemptions == 0
+
+
 def test_salts_and_adapters_share_no_blocks() -> None:
     """Paired: the same prompt in one project does share, so the test can fail."""
     harness = Harness(num_blocks=128, step_tokens=10_000)
@@ -254,9 +271,9 @@ def test_hits_survive_churn_and_are_never_stale() -> None:
 def test_cached_blocks_that_waiting_requests_need_outlive_the_others() -> None:
     """Eviction by plan: `old` was used longest ago, but a waiting request needs it."""
     harness = Harness(num_blocks=8, max_running=1)
-    harness.add(request("old", [1] * 9, 1), request("new", [2] * 9, 1))
+    harness.add(request("old", [1] * 9, 2), request("new", [2] * 9, 2))
     harness.run()
-    harness.add(request("filler", [3] * 17, 1), request("again", [1] * 9, 1))
+    harness.add(request("filler", [3] * 17, 2), request("again", [1] * 9, 2))
     harness.run()
     harness.assert_answers()
     assert harness.finished["again"].hit_tokens == 8
@@ -265,13 +282,13 @@ def test_cached_blocks_that_waiting_requests_need_outlive_the_others() -> None:
 def test_next_use_can_be_told_from_outside() -> None:
     needed: dict[bytes, float] = {}
     harness = Harness(num_blocks=8, max_running=1, next_use=lambda key: needed.get(key, float("inf")))
-    seq = harness.scheduler.add(request("keep", [1] * 9, 1))
+    seq = harness.scheduler.add(request("keep", [1] * 9, 2))
     needed.update(dict.fromkeys(seq.block_keys, 5.0))
     harness.requests["keep"] = seq.request
     harness.run()
-    harness.add(request("new", [2] * 9, 1), request("filler", [3] * 17, 1))
+    harness.add(request("new", [2] * 9, 2), request("filler", [3] * 17, 2))
     harness.run()
-    harness.add(request("again", [1] * 9, 1), request("new again", [2] * 9, 1))
+    harness.add(request("again", [1] * 9, 2), request("new again", [2] * 9, 2))
     harness.run()
     assert [harness.finished[name].hit_tokens for name in ("again", "new again")] == [8, 4]
 

@@ -185,7 +185,7 @@ class Simulation:
                 assert ended, "there is work, but nothing is computed and nothing ended"
             else:
                 self._count(plan)
-                sampled = {chunk.seq_id: (_TOKEN,) for chunk in plan.chunks if chunk.logit_rows}
+                sampled: dict[str, tuple[int, ...]] = {c.seq_id: (_TOKEN,) for c in plan.chunks if c.logit_rows}
                 ended = scheduler.commit(plan, StepResult(sampled, {}))
                 if self._on_step is not None:
                     self._on_step(scheduler, plan)

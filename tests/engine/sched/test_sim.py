@@ -83,17 +83,30 @@ def test_pieces_are_the_job(job: list[Line]) -> None:
         assert sorted(number for piece in pieces for number in piece.lines) == list(range(len(job)))
 
 
-def test_on_two_fifths_of_what_a_job_needs_the_plan_recomputes_little_hits_nearly_all_and_fills_the_pool() -> None:
-    """The issue's figures. Plain LRU in order of arrival stands beside it and loses hits."""
-    found = compare(make_job(1_200, line_tokens=128), pool_share=0.4, machine=Machine(), cost=CostModel())
-    assert found["planned"]["recomputed_share"] < 0.02
+def test_on_two_fifths_of_what_a_job_needs_the_plan_hits_nearly_all_where_lru_loses_hits() -> None:
+    """A small job, so its forecasts know little: the share that is recomputed is held to its aim by the slow test."""
+    found = compare(make_job(500), pool_share=0.4, machine=Machine(), cost=CostModel())
+    assert found["planned"]["recomputed_share"] < 0.05
     assert found["planned"]["hit_share"] >= 0.95
     assert found["planned"]["hit_share"] > found["baseline"]["hit_share"] + 0.05
     assert found["planned"]["seconds"] < found["baseline"]["seconds"]
-    exact = make_job(600, line_tokens=128, is_exact=True)
-    known = compare(exact, pool_share=0.4, machine=Machine(), cost=CostModel())["planned"]
-    assert known["running_share"] >= 0.95
-    assert known["preemptions"] == 0
+
+
+def test_answers_of_known_length_fill_the_pool_and_are_never_preempted() -> None:
+    job = make_job(300, is_exact=True)
+    outcome = Simulation(job, planned(job), Machine(num_blocks=1_200, max_running=64)).run()
+    assert outcome.running_share >= 0.95
+    assert outcome.counters.preemptions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_figures_that_a_whole_job_must_reach(seed: int) -> None:
+    """4,000 lines of unknown lengths, on 0.4 times what they hold at once without a limit."""
+    found = compare(make_job(4_000, seed=seed), pool_share=0.4, machine=Machine(), cost=CostModel())["planned"]
+    assert found["recomputed_share"] < 0.02
+    assert found["hit_share"] >= 0.95
+    assert found["running_share"] >= 0.95
 
 
 def test_with_room_for_all_nothing_is_preempted_and_what_the_tree_shares_is_hit() -> None:

@@ -20,7 +20,7 @@ class EngineConfig:
     `num_blocks`     KV blocks in the pool; None: as many as `kv_bytes` holds
     `kv_bytes`       memory for KV; None: a share of what is free (engine/memory.py explains its answer)
     `step_tokens`    most tokens computed in one step
-    `max_running`    most sequences in one step
+    `max_running`    most sequences that decode in one step
     `threads`        CPU threads; None: all cores
     `prefix_cache`   off only in tests and measurements
     `poison`         overwrite freed blocks with NaN, so that a read of one is seen (tests)

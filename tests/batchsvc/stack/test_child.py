@@ -37,7 +37,7 @@ def test_other_services_settings_stay_outside() -> None:
         "AWS_PROFILE": "work",
         "OPENAI_API_KEY": "sk",
         "CELERY_BROKER_URL": "redis://elsewhere",
-        "PYTHONPATH": "/home/me/engine",
+        "PYTHONPATH": "/somewhere/engine",
         "HTTP_PROXY": "http://proxy",
         "NO_PROXY": "example.org",
         "BATCHSVC_ENGINE": "fake",

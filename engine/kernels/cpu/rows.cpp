@@ -51,21 +51,14 @@ struct Ints {  // int32 accumulators, scaled by row and column
     i32x16 v; std::memcpy(&v, acc + m * width + n, 64);
     return __builtin_convertvector(v, f32x16) * splat(row[m]) * load(column + n);
   }
-  bool is_finite(int64_t m) const { return std::isfinite(row[m]); }
 };
-struct Floats {  // the same as float32, which holds such integers exactly
+struct Floats {  // the same as float32, rounded once above 2^24
   const float* acc; const float* row; const float* column; int64_t width;
   f32x16 at(int64_t m, int64_t n) const { return load(acc + m * width + n) * splat(row[m]) * load(column + n); }
-  bool is_finite(int64_t m) const { return std::isfinite(row[m]); }
 };
 struct Halves {
   const uint16_t* x; int64_t width;
   f32x16 at(int64_t m, int64_t n) const { return load_bf16(x + m * width + n); }
-  bool is_finite(int64_t m) const {
-    f32x16 bad = f32x16{};
-    for (int64_t n = 0; n < width; n += 16) bad += at(m, n) * splat(0.f);
-    return sum(bad) == 0.f;
-  }
 };
 
 inline f32x16 silu(f32x16 x) {
@@ -145,21 +138,6 @@ void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_h
   }
 }
 
-template <class P> void argmax_rows(const P& p, int rows, int width, int64_t* ids) {
-#pragma omp parallel for schedule(static)
-  for (int m = 0; m < rows; m++) {
-    float best = -INFINITY;
-    int64_t at = -1;
-    for (int i = 0; i < width; i += 16) {
-      f32x16 f = p.at(m, i);
-      if (largest(f) > best)
-        for (int j = 0; j < 16; j++)
-          if (f[j] > best) { best = f[j]; at = i + j; }
-    }
-    ids[m] = p.is_finite(m) ? at : -1;
-  }
-}
-
 template <class F> void visit(int kind, const void* x, const float* row, const float* column, int64_t width, F f) {
   if (kind == 0) f(Ints{(const int32_t*)x, row, column, width});
   else if (kind == 1) f(Floats{(const float*)x, row, column, width});
@@ -193,11 +171,6 @@ void norm_rows(const float* x, const float* weight, float eps, int rows, int wid
   }
 }
 
-void rotate_rows(float* x, int64_t rows, int width) {
-#pragma omp parallel for schedule(static)
-  for (int64_t m = 0; m < rows; m++) rotate(x + m * width, width);
-}
-
 void silu_mul(int kind, const void* x, const float* row, const float* column, int rows, int inner, int8_t* q, float* scale,
               uint16_t* halves) {
   visit(kind, x, row, column, 2 * (int64_t)inner, [&](auto p) { silu_mul_rows(p, rows, inner, q, scale, halves); });
@@ -213,11 +186,6 @@ void store_qkv(int kind, const void* x, const float* row, const float* column, c
   visit(kind, x, row, column, (heads + 2 * (int64_t)kv_heads) * dim, [&](auto p) {
     store_qkv_rows(p, bias, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, block_stride, q, k, v);
   });
-}
-
-// Greedy choice: one id a row, the lowest among equals; -1 for a row whose scale isn't finite.
-void argmax(int kind, const void* x, const float* row, const float* column, int rows, int width, int64_t* ids) {
-  visit(kind, x, row, column, width, [&](auto p) { argmax_rows(p, rows, width, ids); });
 }
 
 }

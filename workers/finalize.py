@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from batchsvc import failpoints
 from batchsvc.batches import finalize_queries, part_file, reaper_queries, window_file
 from batchsvc.batches.finalize_queries import Finalizing, PartToMerge, ResultFile, WindowToMerge
 from batchsvc.batches.lifecycle import Status
@@ -72,6 +73,7 @@ class Finalizer:
         lease = self._db.run(lambda session: finalize_queries.begin(session, batch_id, self._owner, lease_s))
         if lease is None:
             return False
+        failpoints.reach("batch.sealed")
         log.info("batch.finalizing", batch=batch_id, epoch=lease.epoch, why=lease.why)
         attempt = _Attempt(self._settings, self._db, self._store, lease, self._spool_directory, self._is_stopping)
         try:
@@ -79,6 +81,7 @@ class Finalizer:
         except OvertakenError:
             published = False
         if published:
+            failpoints.reach("batch.published")
             log.info("batch.ended", batch=batch_id, status=lease.why)
         else:
             log.warning("batch.overtaken", batch=batch_id, epoch=lease.epoch)
@@ -118,6 +121,7 @@ class _Attempt:
             windows = finalize_queries.windows(session, self._lease.batch_id)
         for window in windows:
             self._merge(window)
+            failpoints.reach("window.merged")
         completed, failed = (self._streams[kind].num_lines for kind in _KINDS)
         if completed + failed != self._lease.total:
             raise DamagedError(f"{completed + failed} lines were merged, but the batch has {self._lease.total}.")
@@ -126,7 +130,9 @@ class _Attempt:
         for kind, stream in self._streams.items():
             done = stream.finish()
             if done is not None:
+                failpoints.reach("output.stored")
                 results.append(_result(kind, done))
+        failpoints.reach("batch.publishing")
         return self._db.run(
             lambda session: finalize_queries.publish(
                 session,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import structlog
 from sqlalchemy.exc import DBAPIError
 
+from batchsvc import failpoints
 from batchsvc.batches import unit_queries, worker_queries
 from batchsvc.batches.unit_queries import RenewedUnit
 from batchsvc.clock import monotonic_s
@@ -93,6 +94,7 @@ class LeaseKeeper:
 
     def tick(self) -> None:
         """Renew once, then report what was lost and what has to stop."""
+        failpoints.reach("lease.due")
         with self._lock:
             held = dict(self._epochs)
         began = monotonic_s()

@@ -22,7 +22,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from batchsvc import logs
+from batchsvc import failpoints, logs
 from batchsvc.batches import (
     finalize_queries,
     lifecycle,
@@ -94,6 +94,7 @@ class Reaper:
             self._garbage,
             self._audit_now_and_then,
         )
+        failpoints.reach("reaper.ticked")
         for step in steps:
             if self._stopped.is_set():
                 return

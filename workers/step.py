@@ -22,6 +22,7 @@ from celery import bootsteps
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from batchsvc import failpoints
 from batchsvc.batches import finalize_queries, worker_queries
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.clock import monotonic_s
@@ -138,6 +139,7 @@ class EngineRun:
         if self._is_drained:
             return
         self._is_drained = True
+        failpoints.reach("worker.draining")
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)

@@ -19,6 +19,7 @@ from typing import Protocol
 import structlog
 from sqlalchemy.exc import DBAPIError
 
+from batchsvc import failpoints
 from batchsvc.batches import unit_file, unit_queries
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.clock import monotonic_s
@@ -267,6 +268,7 @@ class UnitSource:
             return False
         for unit in claimed:
             self._leases.hold(unit.id, unit.epoch, began)
+            failpoints.reach("unit.claimed")
             try:
                 self._start(unit)
             except (ServiceError, ValueError, OSError) as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc import ids
+from batchsvc import failpoints, ids
 from batchsvc.batches import part_file, unit_queries
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.clock import monotonic_s
@@ -174,13 +174,16 @@ class Writer:
             with self._changed:
                 lines = list(buffer.lines)  # more may come while these are stored
             if lines:
+                failpoints.reach("lines.finished")
                 buffer.stored, buffer.sent = self._put(unit, lines), len(lines)
+                failpoints.reach("part.stored")
         if buffer.stored is not None:
             part = buffer.stored
             if not self._leases.is_held(unit.id):
                 return self._lose(buffer)
             if not self._db.run(lambda session: unit_queries.commit_part(session, unit.id, unit.epoch, part)):
                 return self._lose(buffer)
+            failpoints.reach("part.counted")
             self._counted(buffer)
         with self._changed:
             is_over = buffer.is_ending and not buffer.lines
@@ -221,6 +224,7 @@ class Writer:
 
     def _end(self, buffer: _Buffer) -> None:
         unit = buffer.unit
+        failpoints.reach("unit.written")
         if buffer.release:
             crashed, delay_s = buffer.crashed, buffer.delay_s
             self._db.run(

@@ -23,7 +23,7 @@ import numpy as np
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import failpoints, ids
 from batchsvc.batches import part_file, plan_queries, unit_file, window, window_file
 from batchsvc.batches.plan_queries import NewUnit, NewWindow, PinnedModel, PlanClaim, RejectedPart
 from batchsvc.batches.window import PlannedRequest, WindowDraft
@@ -79,6 +79,7 @@ def plan_next_window(context: PlanContext, batch_id: str, owner: str) -> PlanPro
     claim = context.db.run(lambda session: plan_queries.claim(session, batch_id, owner, lease_s))
     if isinstance(claim, bool):
         return PlanProgress.DONE if claim else PlanProgress.LOST
+    failpoints.reach("plan.claimed")
     planner = _WindowPlanner(context, claim)
     try:
         return planner.run()
@@ -132,6 +133,7 @@ class _WindowPlanner:
         if claim.num_problems + draft.num_problems:
             return self._fail()
         self._fenced(lambda s: plan_queries.start(s, claim.batch_id, claim.epoch))
+        failpoints.reach("plan.ended")
         return PlanProgress.DONE
 
     def let_go(self) -> None:
@@ -259,6 +261,7 @@ class _WindowPlanner:
             num_problems=draft.num_problems,
             keeps_lease=draft.is_last,
         )
+        failpoints.reach("window.stored")
         most = self._context.settings.max_problems
         self._fenced(
             lambda s: plan_queries.add_window(
@@ -266,6 +269,7 @@ class _WindowPlanner:
             )
         )
         self._written.clear()
+        failpoints.reach("window.planned")
 
     def _write_units(self, requests: Sequence[PlannedRequest]) -> tuple[list[NewUnit], int]:
         """Stores the units of a window; also the most that its lines can cost."""

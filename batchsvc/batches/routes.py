@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
 
+from batchsvc import failpoints
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.batches import service
 from batchsvc.batches.lifecycle import Status
@@ -33,7 +34,9 @@ def create_batch(
         row = service.create_batch(session, caller, body, is_retry=is_retry)
         shown = service.show(session, [row], context.settings.renew_s)[0]
     if row.status == Status.VALIDATING:
+        failpoints.reach("batch.created")
         context.dispatcher.plan(row.id)
+        failpoints.reach("batch.hinted")
     return shown
 
 

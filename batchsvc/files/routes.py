@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
-from batchsvc import ids
+from batchsvc import failpoints, ids
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.service import Caller
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -40,6 +40,7 @@ async def create_file(request: Request, caller: CallerDep, context: ContextDep) 
     try:
         filename, life_s = await _receive(request, form, sink, context.settings.file_ttl_s)
         stored = await sink.finish()
+        failpoints.reach("file.stored")
     except BaseException:
         await sink.abandon()
         raise

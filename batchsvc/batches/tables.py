@@ -68,6 +68,7 @@ class Batch(Base):
     )  # {"tier": {...}, "standard": {...}}, pinned when the model is
     aliases: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the alias table, pinned at creation
     reserved_nanos: Mapped[Nanos]
+    est_tokens: Mapped[Count]  # predicted work: the sum of its units'
 
     total: Mapped[Count]
     completed: Mapped[Count]
@@ -103,6 +104,8 @@ class Window(Base):
     next_offset: Mapped[Count]  # where the next window starts: bytes (JSONL) or rows (Parquet)
     input_tokens: Mapped[Count]
     line_nos_key: Mapped[str] = mapped_column(String(512), default="")  # object: line numbers and custom_ids
+    line_nos_sha256: Mapped[str] = mapped_column(String(64), default="")
+    is_damaged: Mapped[bool] = mapped_column(Boolean, default=False)  # an object of its plan has to be rebuilt
     reserve_nanos: Mapped[Nanos]
 
 
@@ -136,7 +139,7 @@ class Unit(Base):
     s3_key: Mapped[str] = mapped_column(String(512))
     sha256: Mapped[str] = mapped_column(String(64))
     num_lines: Mapped[int] = mapped_column(Integer)
-    est_tokens: Mapped[Count]
+    est_tokens: Mapped[Count]  # predicted work: uncached input and predicted output tokens
     state: Mapped[str] = mapped_column(String(8))  # pending (batch still validating), ready, leased, done, sealed
     epoch: Mapped[Count]
     owner: Mapped[str | None] = mapped_column(String(128))
@@ -149,10 +152,13 @@ class Unit(Base):
 
 
 class Part(Base):
-    """An immutable result object. It counts from the commit of this row on, never before."""
+    """An immutable result object. It counts from the commit of this row on, never before; not if it `is_void`."""
 
     __tablename__ = "parts"
-    __table_args__ = (Index("ix_parts_window", "batch_id", "window_no"),)
+    __table_args__ = (
+        Index("ix_parts_window", "batch_id", "window_no"),
+        Index("ix_parts_void", "batch_id", sqlite_where=text("is_void"), postgresql_where=text("is_void")),
+    )
 
     id: Mapped[Id]
     batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"))
@@ -163,6 +169,7 @@ class Part(Base):
     sha256: Mapped[str] = mapped_column(String(64))
     size_bytes: Mapped[int] = mapped_column("bytes", BigInt, default=0)
     bitmap: Mapped[bytes | None] = mapped_column(LargeBinary)
+    is_void: Mapped[bool] = mapped_column(Boolean, default=False)  # found damaged: its lines are run again
     lines_ok: Mapped[Count]
     lines_err: Mapped[Count]
     input_tokens: Mapped[Count]

@@ -1,0 +1,37 @@
+"""What the service under fire needs: marks of damaged objects, predicted work.
+
+Every column has a server default, so that rows of running batches stay valid and old processes go on inserting.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+# written out, not imported: a migration must not change when the code does
+BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+def upgrade() -> None:
+    # damaged objects
+    op.add_column("parts", sa.Column("is_void", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.create_index(
+        "ix_parts_void", "parts", ["batch_id"], sqlite_where=sa.text("is_void"), postgresql_where=sa.text("is_void")
+    )
+    op.add_column("windows", sa.Column("is_damaged", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.add_column("windows", sa.Column("line_nos_sha256", sa.String(64), nullable=False, server_default=""))
+    # predicted work
+    op.add_column("batches", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    op.drop_column("batches", "est_tokens")
+    op.drop_column("windows", "line_nos_sha256")
+    op.drop_column("windows", "is_damaged")
+    op.drop_index("ix_parts_void", "parts")
+    op.drop_column("parts", "is_void")

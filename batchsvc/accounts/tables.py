@@ -1,8 +1,8 @@
-"""Tables of projects (the tenants) and their API keys."""
+"""Tables of projects (the tenants), their API keys, and the answers that a repeated call gets again."""
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, ForeignKey, Integer, String
+from sqlalchemy import Boolean, ForeignKey, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from batchsvc.db.base import Base, BigInt, Id, Millis
@@ -17,6 +17,7 @@ class Project(Base):
     name: Mapped[str] = mapped_column(String(128))
     salt: Mapped[str] = mapped_column(String(64))
     weight: Mapped[int] = mapped_column(Integer, default=1)
+    quota_tokens: Mapped[int | None] = mapped_column(BigInt)  # of all unfinished batches; null: the setting's
     created_ms: Mapped[Millis]
 
 
@@ -32,3 +33,16 @@ class ApiKey(Base):
     is_admin: Mapped[bool] = mapped_column(Boolean, default=False)
     created_ms: Mapped[Millis]
     revoked_ms: Mapped[int | None] = mapped_column(BigInt)
+
+
+class IdempotentAnswer(Base):
+    """What a call with an `Idempotency-Key` was answered. `fingerprint` tells a repetition from another call."""
+
+    __tablename__ = "idempotent_answers"
+
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int] = mapped_column(Integer)
+    body: Mapped[str] = mapped_column(Text)
+    created_ms: Mapped[int] = mapped_column(BigInt, index=True)

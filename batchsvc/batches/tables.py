@@ -68,6 +68,8 @@ class Batch(Base):
     )  # {"tier": {...}, "standard": {...}}, pinned when the model is
     aliases: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the alias table, pinned at creation
     reserved_nanos: Mapped[Nanos]
+    on_quota: Mapped[str] = mapped_column(String(8), default="wait")  # wait, or fail, when the quota is full
+    has_quota: Mapped[bool] = mapped_column(Boolean, default=True)  # false: in progress, and waits for quota
     est_tokens: Mapped[Count]  # predicted work: the sum of its units'
 
     total: Mapped[Count]

@@ -27,9 +27,32 @@ def upgrade() -> None:
     op.add_column("windows", sa.Column("line_nos_sha256", sa.String(64), nullable=False, server_default=""))
     # predicted work
     op.add_column("batches", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
+    # quota in tokens of a project's unfinished batches; null: the setting's
+    op.add_column("projects", sa.Column("quota_tokens", BIG, nullable=True))
+    op.add_column("batches", sa.Column("has_quota", sa.Boolean(), nullable=False, server_default=sa.true()))
+    op.add_column("batches", sa.Column("on_quota", sa.String(8), nullable=False, server_default="wait"))
+    # answers to calls with an Idempotency-Key
+    op.create_table(
+        "idempotent_answers",
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("key", sa.String(255), nullable=False),
+        sa.Column("fingerprint", sa.String(64), nullable=False),
+        sa.Column("status", sa.Integer(), nullable=False),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("created_ms", BIG, nullable=False),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_idempotent_answers_project_id_projects")
+        ),
+        sa.PrimaryKeyConstraint("project_id", "key", name=op.f("pk_idempotent_answers")),
+    )
+    op.create_index(op.f("ix_idempotent_answers_created_ms"), "idempotent_answers", ["created_ms"])
 
 
 def downgrade() -> None:
+    op.drop_table("idempotent_answers")
+    op.drop_column("batches", "on_quota")
+    op.drop_column("batches", "has_quota")
+    op.drop_column("projects", "quota_tokens")
     op.drop_column("batches", "est_tokens")
     op.drop_column("windows", "line_nos_sha256")
     op.drop_column("windows", "is_damaged")

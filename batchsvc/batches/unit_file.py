@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,6 +58,12 @@ class UnitRow:
         """Planned cached tokens of the row's line number `member` (0-based)."""
         return self.planned_cached_tokens if member == 0 else len(self.prompt_ids)
 
+    def est_tokens(self, member: int) -> int:
+        """Predicted work of this line: uncached input, and output. A row runs once: its first line stands for all."""
+        if member > 0:
+            return 0
+        return len(self.prompt_ids) - self.planned_cached_tokens + _expected_outputs(self.params, self.max_tokens)
+
 
 class UnitLine(NamedTuple):
     """One line of a unit: its bit in the done bitmap, its row, and its place among the row's lines."""
@@ -82,6 +89,15 @@ class UnitFile:
             for member in range(len(row.line_nos)):
                 yield UnitLine(bit, index, member)
                 bit += 1
+
+
+def _expected_outputs(params: dict[str, Any], max_tokens: int) -> int:
+    """Length of an answer before any sibling is known: certain where only `max_tokens` ends it, else a quarter of it,
+    as in engine/sched/forecast.py."""
+    has_ends = params.get("stop") or params.get("stop_token_ids") or not params.get("ignore_eos")
+    if not has_ends:
+        return max_tokens
+    return min(max(math.ceil(max_tokens / 4), params.get("min_tokens", 0)), max_tokens)
 
 
 def line_seed(batch_id: str, line_no: int) -> int:

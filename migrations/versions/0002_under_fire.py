@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
+from sqlalchemy.dialects.postgresql import JSONB
 
 revision = "0002"
 down_revision = "0001"
@@ -15,6 +16,7 @@ depends_on = None
 
 # written out, not imported: a migration must not change when the code does
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
 
 def upgrade() -> None:
@@ -27,6 +29,13 @@ def upgrade() -> None:
     op.add_column("windows", sa.Column("line_nos_sha256", sa.String(64), nullable=False, server_default=""))
     # predicted work
     op.add_column("batches", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
+    # progress
+    for column in ("est_done_tokens", "running_tokens", "merged_lines", "progress_ppm"):
+        op.add_column("batches", sa.Column(column, BIG, nullable=False, server_default="0"))
+    op.add_column("batches", sa.Column("progress_samples", JSON, nullable=True))
+    op.add_column("parts", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
+    op.add_column("units", sa.Column("running_tokens", BIG, nullable=False, server_default="0"))
+    op.add_column("units", sa.Column("running_lines", BIG, nullable=False, server_default="0"))
     # quota in tokens of a project's unfinished batches; null: the setting's
     op.add_column("projects", sa.Column("quota_tokens", BIG, nullable=True))
     op.add_column("batches", sa.Column("has_quota", sa.Boolean(), nullable=False, server_default=sa.true()))
@@ -53,6 +62,12 @@ def downgrade() -> None:
     op.drop_column("batches", "on_quota")
     op.drop_column("batches", "has_quota")
     op.drop_column("projects", "quota_tokens")
+    op.drop_column("units", "running_lines")
+    op.drop_column("units", "running_tokens")
+    op.drop_column("parts", "est_tokens")
+    op.drop_column("batches", "progress_samples")
+    for column in ("progress_ppm", "merged_lines", "running_tokens", "est_done_tokens"):
+        op.drop_column("batches", column)
     op.drop_column("batches", "est_tokens")
     op.drop_column("windows", "line_nos_sha256")
     op.drop_column("windows", "is_damaged")

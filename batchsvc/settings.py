@@ -7,9 +7,11 @@ as `<NAME>_FILE`. README's table of settings is checked against this class.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+from zoneinfo import ZoneInfo
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -22,6 +24,8 @@ _URLS = {  # how a URL must begin; their clients would raise errors of their own
     "redis_url": ("redis://", "rediss://", "unix://"),
     "s3_endpoint": ("http://", "https://"),
 }
+_HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
+_WINDOWS = re.compile(r"[1-9]\d{0,3}[mhd](,[1-9]\d{0,3}[mhd])*")
 
 
 class SettingsError(InvalidRequestError):
@@ -88,6 +92,17 @@ class Settings(BaseSettings):
     window_tokens: int = Field(default=64_000_000, ge=1, description="most tokens planned together")
     unit_lines: int = Field(default=512, ge=1, le=4096, description="most lines in a unit")
     unit_tokens: int = Field(default=2_000_000, ge=1, description="most prompt and output tokens in a unit")
+    windows: str = Field(
+        default="24h",
+        description="completion windows that batches may ask for, such as 24h,1h,7d; each needs prices (tier batch_1h)",
+    )
+    offpeak: str | None = Field(
+        default=None, description="hours in which batches run, such as 22:00-06:00; unset: they run at any time"
+    )
+    timezone: str = Field(default="UTC", description="IANA time zone of the off-peak hours, such as Europe/Berlin")
+    quota_tokens: int | None = Field(
+        default=None, ge=1, description="tokens that a project's unfinished batches may hold; unset: no limit"
+    )
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
     lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")
@@ -112,6 +127,29 @@ class Settings(BaseSettings):
         begins = _URLS[str(info.field_name)]
         if value is not None and not value.startswith(begins):
             raise ValueError(f"it must begin with {' or '.join(begins)}")
+        return value
+
+    @field_validator("windows")
+    @classmethod
+    def _names_windows(cls, value: str) -> str:
+        if not _WINDOWS.fullmatch(value):
+            raise ValueError("it names windows in minutes, hours or days, such as 24h,1h,7d")
+        return value
+
+    @field_validator("offpeak")
+    @classmethod
+    def _names_hours(cls, value: str | None) -> str | None:
+        if value is not None and (not _HOURS.fullmatch(value) or value[:5] == value[6:]):
+            raise ValueError("it names two times of day, such as 22:00-06:00")
+        return value
+
+    @field_validator("timezone")
+    @classmethod
+    def _names_a_zone(cls, value: str) -> str:
+        try:
+            ZoneInfo(value)
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError("it must be a name of the IANA time zone database, such as Europe/Berlin") from error
         return value
 
     @classmethod
@@ -154,7 +192,7 @@ def _sentence(error: ValidationError) -> str:
         name = field if field.isupper() else f"BATCHSVC_{field.upper()}"
         if problem["type"] == "missing":
             says.append(f"{name} is not set.")
-        elif problem["type"] == "value_error":  # a URL: its password must not get into a log
+        elif problem["type"] == "value_error":  # says itself what is wrong; a URL's password must not get into a log
             says.append(f"{name} can't be used: {problem['ctx']['error']}.")
         else:
             says.append(f"{name} can't be {problem['input']!r}: {problem['msg']}.")

@@ -3,9 +3,10 @@
 Double entry, in two phases, append-only:
     reserve  available:<project> -> reserved:<project>   the most that the batch can cost, when it is planned
     part     reserved:<project>  -> revenue              what the delivered lines of a part cost
+    void     revenue             -> reserved:<project>   the same back, when the part was found damaged
     release  reserved:<project>  -> available:<project>  what is left, when the batch ends
 Entries of a posting sum to 0. Its key makes a repeated posting a no-op. After the release a batch holds nothing in
-`reserved`, and `revenue` holds the sum of its parts.
+`reserved`, and `revenue` holds the sum of its parts that aren't void.
 """
 
 from __future__ import annotations
@@ -63,6 +64,21 @@ def part(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posti
         project_id=project_id,
         source=reserved(project_id),
         target=REVENUE,
+        amount_nanos=cost_nanos,
+        part_id=part_id,
+    )
+
+
+def void(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posting:
+    """Takes a part's posting back, so that its lines can be run and posted again."""
+    _refuse_negative("cost", part_id, cost_nanos)
+    return Posting(
+        kind="void",
+        key=f"void:{part_id}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=REVENUE,
+        target=reserved(project_id),
         amount_nanos=cost_nanos,
         part_id=part_id,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from sqlalchemy.orm import Session
 
@@ -111,23 +111,17 @@ def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
     posting = ledger.part(batch.project_id, batch.id, part.id, part.cost_nanos)
     if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=part.created_ms):
         return False
-    queries.insert_usage(
-        session,
-        {
-            "part_id": part.id,
-            "project_id": batch.project_id,
-            "api_key_id": batch.api_key_id,
-            "batch_id": batch.id,
-            "model": batch.model_id or "",
-            "tier": batch.tier,
-            "created_ms": part.created_ms,
-            "requests": part.lines_ok,
-            "input_tokens": part.input_tokens,
-            "cached_tokens": part.cached_tokens,
-            "output_tokens": part.output_tokens,
-            "cost_nanos": part.cost_nanos,
-        },
-    )
+    queries.insert_usage(session, _usage(batch, part, key=part.id, sign=1, created_ms=part.created_ms))
+    return True
+
+
+def post_void(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
+    """Takes a damaged part's usage and posting back by rows of their own. False when that was done before."""
+    posting = ledger.void(batch.project_id, batch.id, part.id, part.cost_nanos)
+    now = now_ms()
+    if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now):
+        return False
+    queries.insert_usage(session, _usage(batch, part, key=posting.key, sign=-1, created_ms=now))
     return True
 
 
@@ -136,3 +130,20 @@ def post_release(session: Session, batch: BilledBatch) -> bool:
     held = queries.held_nanos(session, batch.project_id, batch.id)
     posting = ledger.release(batch.project_id, batch.id, batch.fin_epoch, held)
     return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now_ms())
+
+
+def _usage(batch: BilledBatch, part: BilledPart, *, key: str, sign: int, created_ms: int) -> dict[str, Any]:
+    return {
+        "part_id": key,
+        "project_id": batch.project_id,
+        "api_key_id": batch.api_key_id,
+        "batch_id": batch.id,
+        "model": batch.model_id or "",
+        "tier": batch.tier,
+        "created_ms": created_ms,
+        "requests": sign * part.lines_ok,
+        "input_tokens": sign * part.input_tokens,
+        "cached_tokens": sign * part.cached_tokens,
+        "output_tokens": sign * part.output_tokens,
+        "cost_nanos": sign * part.cost_nanos,
+    }

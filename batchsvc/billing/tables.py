@@ -24,7 +24,7 @@ class Price(Base):
 
 
 class UsageRow(Base):
-    """The usage of one part: what the usage and costs APIs add up."""
+    """The usage of one part, or (`void:<part>`, all negative) what takes it back: the usage and costs APIs add up."""
 
     __tablename__ = "usage"
     __table_args__ = (Index("ix_usage_buckets", "project_id", "created_ms"),)
@@ -44,7 +44,8 @@ class UsageRow(Base):
 
 
 class LedgerTransaction(Base):
-    """A balanced posting. `key` makes it idempotent: reserve:<batch>, part:<part>, release:<batch>:<fin_epoch>."""
+    """A balanced posting. `key` makes it idempotent: reserve:<batch>, part:<part>, void:<part>,
+    release:<batch>:<fin_epoch>."""
 
     __tablename__ = "ledger_transactions"
 

@@ -21,13 +21,15 @@ from batchsvc.db.session import Database
 COSTS = st.lists(st.integers(0, 10**12), max_size=8)
 
 
-@given(COSTS, st.integers(0, 10**12), st.randoms(use_true_random=False))
+@given(COSTS, st.sets(st.integers(0, 7)), st.integers(0, 10**12), st.randoms(use_true_random=False))
 def test_any_order_of_replayed_postings_ends_in_the_same_balances(
-    costs: list[int], spare: int, order: random.Random
+    costs: list[int], damaged: set[int], spare: int, order: random.Random
 ) -> None:
     reservation = sum(costs) + spare
     postings = [ledger.reserve("p", "b", reservation)]
     postings += [ledger.part("p", "b", f"part{i}", cost) for i, cost in enumerate(costs)]
+    postings += [ledger.void("p", "b", f"part{i}", cost) for i, cost in enumerate(costs) if i in damaged]
+    costs = [cost for i, cost in enumerate(costs) if i not in damaged]
     sent = postings * 3
     order.shuffle(sent)
     balances: Counter[str] = Counter()
@@ -50,6 +52,8 @@ def test_negative_amounts_are_refused() -> None:
         ledger.reserve("p", "b", -1)
     with pytest.raises(ValueError, match="negative"):
         ledger.part("p", "b", "x", -1)
+    with pytest.raises(ValueError, match="negative"):
+        ledger.void("p", "b", "x", -1)
 
 
 @pytest.fixture
@@ -119,6 +123,29 @@ def test_two_phases_on_a_real_database_with_every_posting_repeated(db: Database)
         assert sorted(keys) == ["part:part1", "part:part2", "part:part3", "release:b1:1", "release:b1:2", "reserve:b1"]
         assert session.scalar(select(func.sum(UsageRow.cost_nanos))) == 750
         assert session.scalar(select(func.sum(UsageRow.requests))) == 6
+
+
+def test_a_void_part_is_as_if_it_had_never_been(db: Database) -> None:
+    owner = batch()
+    with db.transaction() as session:
+        service.post_reserve(session, owner)
+        for item in (part(1, 300), part(2, 200)):
+            service.post_part(session, owner, item)
+    for is_new in (True, False):
+        with db.transaction() as session:
+            assert service.post_void(session, owner, part(1, 300)) is is_new
+    assert (balance(db, reserved("p1")), balance(db, REVENUE)) == (800, 200)
+    with db.reading() as session:
+        sums = session.execute(
+            select(
+                func.sum(UsageRow.cost_nanos),
+                func.sum(UsageRow.requests),
+                func.sum(UsageRow.input_tokens),
+                func.sum(UsageRow.cached_tokens),
+                func.sum(UsageRow.output_tokens),
+            )
+        ).one()
+        assert tuple(sums) == (200, 2, 10, 4, 3)
 
 
 def test_a_posting_is_undone_with_its_transaction(db: Database) -> None:

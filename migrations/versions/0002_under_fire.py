@@ -18,6 +18,12 @@ depends_on = None
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
+CLAIM_INDICES = (
+    ("ix_units_ready", "units", ["batch_id", "no"], "state = 'ready'"),
+    ("ix_units_suspect", "units", ["model_digest"], "is_suspect"),
+    ("ix_parts_created", "parts", ["created_ms"], None),
+)
+
 
 def upgrade() -> None:
     # damaged objects
@@ -56,8 +62,49 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_idempotent_answers_created_ms"), "idempotent_answers", ["created_ms"])
 
+    # claims: the night, pauses, priority, deadlines, shares of projects
+    for column in ("is_offpeak", "is_paused"):
+        op.add_column("batches", sa.Column(column, sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.add_column("batches", sa.Column("pause_reason", sa.String(255), nullable=True))
+    op.add_column("batches", sa.Column("priority", sa.Integer(), nullable=False, server_default="0"))
+    op.add_column("batches", sa.Column("latest_start_ms", BIG, nullable=True))
+    op.create_table(
+        "shares",
+        sa.Column("model_digest", sa.String(64), nullable=False),
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("vtime", BIG, nullable=False),
+        sa.Column("panic_credit", BIG, nullable=False),
+        sa.PrimaryKeyConstraint("model_digest", "project_id", name=op.f("pk_shares")),
+    )
+    # retries, crashes and poison
+    op.add_column("batches", sa.Column("num_retries", BIG, nullable=False, server_default="0"))
+    op.add_column("batches", sa.Column("crash_times", JSON, nullable=True))
+    op.add_column("batches", sa.Column("poison_times", JSON, nullable=True))
+    op.add_column("units", sa.Column("attempts", JSON, nullable=True))
+    op.add_column("units", sa.Column("parent_id", sa.String(64), nullable=True))
+    op.add_column("units", sa.Column("is_suspect", sa.Boolean(), nullable=False, server_default=sa.false()))
+    for name, table, columns, condition in CLAIM_INDICES:
+        where = sa.text(condition) if condition else None
+        op.create_index(name, table, columns, sqlite_where=where, postgresql_where=where)
+
 
 def downgrade() -> None:
+    for name, table, _, _ in CLAIM_INDICES:
+        op.drop_index(name, table)
+    for column in ("is_suspect", "parent_id", "attempts"):
+        op.drop_column("units", column)
+    op.drop_table("shares")
+    for column in (
+        "poison_times",
+        "crash_times",
+        "num_retries",
+        "latest_start_ms",
+        "priority",
+        "pause_reason",
+        "is_paused",
+        "is_offpeak",
+    ):
+        op.drop_column("batches", column)
     op.drop_table("idempotent_answers")
     op.drop_column("batches", "on_quota")
     op.drop_column("batches", "has_quota")

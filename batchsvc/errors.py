@@ -6,6 +6,7 @@ ServiceError(message, status, type, code, param)
 ├── PermissionDeniedError 403  a key that may not do this
 ├── NotFoundError         404  no such object in this project
 ├── TooLargeError         413  over a limit of bytes
+├── MismatchError         422  a name that already means another call
 └── UnavailableError      503  a service that we need doesn't answer
 """
 
@@ -60,6 +61,13 @@ class TooLargeError(ServiceError):
     """A body is over a limit of bytes."""
 
     status = 413
+    type = "invalid_request_error"
+
+
+class MismatchError(ServiceError):
+    """A call repeats another one's name, but not what it asks for."""
+
+    status = 422
     type = "invalid_request_error"
 
 

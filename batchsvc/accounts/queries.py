@@ -1,11 +1,12 @@
-"""SQL of projects and keys."""
+"""SQL of projects, keys and stored answers."""
 
 from __future__ import annotations
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from batchsvc.accounts.tables import ApiKey, Project
+from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project
 
 
 def project(session: Session, project_id: str) -> Project | None:
@@ -39,3 +40,32 @@ def keys(session: Session, project_id: str | None) -> list[ApiKey]:
 def revoke(session: Session, key_id: str, now_ms: int) -> None:
     """Mark a key as revoked; the first time stays."""
     session.execute(update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_ms.is_(None)).values(revoked_ms=now_ms))
+
+
+def add_answer(session: Session, project_id: str, key: str, fingerprint: str, now_ms: int) -> bool:
+    """Take a name for a call; waits while another transaction has it. False: it is taken."""
+    row = IdempotentAnswer(project_id=project_id, key=key, fingerprint=fingerprint, body="", created_ms=now_ms)
+    try:
+        with session.begin_nested():
+            session.add(row)
+            session.flush()
+    except IntegrityError:
+        return False
+    return True
+
+
+def answer(session: Session, project_id: str, key: str) -> IdempotentAnswer | None:
+    """What a call of this name was answered."""
+    return session.get(IdempotentAnswer, (project_id, key), populate_existing=True)
+
+
+def fill_answer(session: Session, project_id: str, key: str, body: str) -> None:
+    """Note what a call was answered."""
+    named = (IdempotentAnswer.project_id == project_id, IdempotentAnswer.key == key)
+    session.execute(update(IdempotentAnswer).where(*named).values(body=body))
+
+
+def delete_answers(session: Session, before_ms: int) -> int:
+    """Delete the answers that were given before then. Returns how many. Served by ix_idempotent_answers_created_ms."""
+    old = delete(IdempotentAnswer).where(IdempotentAnswer.created_ms < before_ms).returning(IdempotentAnswer.key)
+    return len(session.execute(old).all())

@@ -52,7 +52,6 @@ def upgrade() -> None:
         sa.Column("project_id", sa.String(64), nullable=False),
         sa.Column("key", sa.String(255), nullable=False),
         sa.Column("fingerprint", sa.String(64), nullable=False),
-        sa.Column("status", sa.Integer(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
         sa.Column("created_ms", BIG, nullable=False),
         sa.ForeignKeyConstraint(

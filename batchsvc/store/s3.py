@@ -2,15 +2,20 @@
 
 Objects are immutable, so a read that breaks off is continued where it stopped, under the ETag it began with: what
 comes back is one version of the object, whole, or an error.
+
+A write with a `writer` (a token of the caller's own) is made once: it never replaces an object, and when its answer is
+an error or gets lost, size and writer of the object that is there decide whether it was done.
 """
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
@@ -24,17 +29,40 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef, GetObjectRequestTypeDef
 
 MIN_PART_BYTES = 5 * 1024 * 1024  # S3 refuses smaller multipart parts, except the last
-_MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound", "NoSuchUpload"}
+_NO_BUCKET = "NoSuchBucket"  # a wrong setting or a store that is being restored, never a lost object
+_MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
+_OTHER_VERSION = {"412", "PreconditionFailed"}
+_BUSY = {"ConditionalRequestConflict", "OperationAborted"}  # 409: another write of the key is under way
+_WRITER = "writer"  # metadata of an object
+_BUSY_ATTEMPTS, _BUSY_S = 5, 0.05
 _DELETE_LIMIT = 1_000  # most keys in one DeleteObjects call
 _READ_ATTEMPTS = 4  # reads in a row that may break off without bringing a byte
 
 
+class OtherVersionError(UnavailableError):
+    """The object that is there isn't the one that the call was about."""
+
+
+class BusyError(UnavailableError):
+    """Another write of the same object is under way. An upload in parts has to begin again."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """Size and version of a stored object."""
+    """Size and version of a stored object, and the writer that made it known."""
 
     size_bytes: int
     etag: str
+    writer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An upload in parts that is neither complete nor given up."""
+
+    key: str
+    upload_id: str
+    started_ms: int
 
 
 class ObjectStore:
@@ -66,7 +94,7 @@ class ObjectStore:
             try:
                 self._client.head_bucket(Bucket=self.bucket)
             except ClientError as error:
-                if _code(error) not in _MISSING:
+                if _code(error) not in {*_MISSING, _NO_BUCKET}:
                     raise
                 try:
                     self._client.create_bucket(Bucket=self.bucket)
@@ -74,11 +102,29 @@ class ObjectStore:
                     if _code(race) not in {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}:
                         raise
 
-    def put(self, key: str, data: bytes, *, content_type: str = "application/octet-stream") -> str:
-        """Store an object in one call and return its ETag."""
-        with self._errors(key):
-            answer = self._client.put_object(Bucket=self.bucket, Key=key, Body=data, ContentType=content_type)
-            return _bare(answer["ETag"])
+    def put(
+        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", writer: str | None = None
+    ) -> str:
+        """Store an object in one call and return its ETag. With `writer`, once: see above."""
+        once: dict[str, Any] = {"IfNoneMatch": "*", "Metadata": {_WRITER: writer}} if writer else {}
+        try:
+            for attempt in range(1, _BUSY_ATTEMPTS + 1):
+                try:
+                    with self._errors(key):
+                        return _bare(
+                            self._client.put_object(
+                                Bucket=self.bucket, Key=key, Body=data, ContentType=content_type, **once
+                            )["ETag"]
+                        )
+                except BusyError:
+                    if attempt == _BUSY_ATTEMPTS:
+                        raise
+                    time.sleep(_BUSY_S * 2**attempt * random.uniform(0.5, 1.0))  # noqa: S311  spreads the load
+        except UnavailableError:
+            if writer and (etag := self._etag_of(key, writer, len(data))):
+                return etag
+            raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def get(self, key: str) -> bytes:
         """A whole object, for the small ones; use `stream` for what a user's file may reach."""
@@ -89,7 +135,7 @@ class ObjectStore:
     ) -> Iterator[bytes]:
         """Bytes [start, end) of an object, in pieces of at most `chunk` bytes.
 
-        With `etag`, another version than this one is an UnavailableError. An object that ends before `end` gives what
+        With `etag`, another version than this one is an OtherVersionError. An object that ends before `end` gives what
         it has.
         """
         position, failures = start, 0
@@ -141,7 +187,7 @@ class ObjectStore:
                 if _code(error) in _MISSING:
                     return None
                 raise
-            return ObjectInfo(answer["ContentLength"], _bare(answer["ETag"]))
+            return ObjectInfo(answer["ContentLength"], _bare(answer["ETag"]), answer.get("Metadata", {}).get(_WRITER))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is already gone is no error."""
@@ -162,10 +208,23 @@ class ObjectStore:
                 for item in page.get("Contents", []):
                     yield item["Key"], int(item["LastModified"].timestamp() * 1000)
 
-    def start_multipart(self, key: str, *, content_type: str = "application/octet-stream") -> str:
-        """Begin an object that is made of parts; returns the upload's id."""
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Uploads in parts that somebody has begun. For the garbage audit only."""
+        with self._errors(prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
+            for page in pages:
+                for item in page.get("Uploads", []):
+                    yield OpenUpload(item["Key"], item["UploadId"], int(item["Initiated"].timestamp() * 1000))
+
+    def start_multipart(
+        self, key: str, *, content_type: str = "application/octet-stream", writer: str | None = None
+    ) -> str:
+        """Begin an object that is made of parts; returns the upload's id. Complete it with the same `writer`."""
+        named: dict[str, Any] = {"Metadata": {_WRITER: writer}} if writer else {}
         with self._errors(key):
-            answer = self._client.create_multipart_upload(Bucket=self.bucket, Key=key, ContentType=content_type)
+            answer = self._client.create_multipart_upload(
+                Bucket=self.bucket, Key=key, ContentType=content_type, **named
+            )
             return answer["UploadId"]
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes) -> str:
@@ -176,19 +235,20 @@ class ObjectStore:
             )
             return _bare(answer["ETag"])
 
-    def complete_multipart(self, key: str, upload_id: str, etags: list[str]) -> str:
-        """Join the parts 1..len(etags) into the object and return its ETag."""
-        parts: list[CompletedPartTypeDef] = [
-            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)
-        ]
-        with self._errors(key):
-            answer = self._client.complete_multipart_upload(
-                Bucket=self.bucket,
-                Key=key,
-                UploadId=upload_id,
-                MultipartUpload={"Parts": parts},
-            )
-            return _bare(answer["ETag"])
+    def complete_multipart(
+        self, key: str, upload_id: str, etags: list[str], *, writer: str | None = None, size_bytes: int = 0
+    ) -> str:
+        """Join the parts 1..len(etags) into the object and return its ETag.
+
+        With `writer`, once: see above; `size_bytes` is then the size that the object has to have. Raises BusyError
+        when the upload has to begin again.
+        """
+        try:
+            return self._complete(key, upload_id, etags, {"IfNoneMatch": "*"} if writer else {})
+        except (UnavailableError, NotFoundError):  # a repeated call finds no upload if the first one was done
+            if writer and (etag := self._etag_of(key, writer, size_bytes)):
+                return etag
+            raise
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Give an unfinished upload up; one that is already gone is no error."""
@@ -199,6 +259,23 @@ class ObjectStore:
                 if _code(error) not in _MISSING:
                     raise
 
+    def _complete(self, key: str, upload_id: str, etags: list[str], once: dict[str, Any]) -> str:
+        parts: list[CompletedPartTypeDef] = [
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, start=1)
+        ]
+        with self._errors(key):
+            answer = self._client.complete_multipart_upload(
+                Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts}, **once
+            )
+        etag = answer.get("ETag")
+        if not etag:  # a 200 whose body tells of an error
+            raise UnavailableError(f"The object store didn't complete {key}.", code="store_refused")
+        return _bare(etag)
+
+    def _etag_of(self, key: str, writer: str, size_bytes: int) -> str | None:
+        info = self.head(key)
+        return info.etag if info and (info.writer, info.size_bytes) == (writer, size_bytes) else None
+
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
@@ -207,7 +284,8 @@ class ObjectStore:
             code = _code(error)
             if code in _MISSING:
                 raise NotFoundError(f"The object store has no object {what}.", code="object_not_found") from error
-            raise UnavailableError(f"The object store refused {what}: {code}.", code="store_refused") from error
+            kind = OtherVersionError if code in _OTHER_VERSION else BusyError if code in _BUSY else UnavailableError
+            raise kind(f"The object store refused {what}: {code}.", code="store_refused") from error
         except (BotoCoreError, HTTPClientError, OSError) as error:
             raise UnavailableError("The object store doesn't answer.", code="store_unavailable") from error
 

@@ -24,10 +24,11 @@ _ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(frozen=True, slots=True)
 class FinishedLine:
-    """A line that has its result, and its bit in the unit's done bitmap."""
+    """A line that has its result, its bit in the unit's done bitmap, and the work that it was predicted to be."""
 
     bit: int
     line: PartLine
+    est_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,11 @@ def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> li
         code = completion.error_code or "engine_error"
         says = completion.error_message or "The engine could not run this request."
         return to_errors(unit, open_row, code=code, message=says, status=400 if code in _OWN_FAULT else 500)
-    return [FinishedLine(bit, _answer(unit, open_row.row, member, completion)) for bit, member in open_row.members]
+    row = open_row.row
+    return [
+        FinishedLine(bit, _answer(unit, row, member, completion), row.est_tokens(member))
+        for bit, member in open_row.members
+    ]
 
 
 def to_errors(
@@ -113,6 +118,7 @@ def to_errors(
                     status=status,
                 ),
             ),
+            row.est_tokens(member),
         )
         for bit, member in open_row.members
     ]

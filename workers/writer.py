@@ -208,6 +208,7 @@ class Writer:
             bitmap=bits.to_bytes((unit.num_lines + 7) // 8, "little"),
             lines_ok=sum(line.is_ok for line in parts),
             lines_err=sum(not line.is_ok for line in parts),
+            est_tokens=sum(finished.est_tokens for finished in lines),
             input_tokens=sum(line.input_tokens for line in parts),
             cached_tokens=sum(line.cached_tokens for line in parts),
             output_tokens=sum(line.output_tokens for line in parts),

@@ -240,7 +240,9 @@ def start(session: Session, batch_id: str, epoch: int) -> bool:
             func.coalesce(func.sum(Window.reserve_nanos), 0),
         ).where(Window.batch_id == batch_id)
     ).one()
+    est_tokens = session.scalar(select(func.coalesce(func.sum(Unit.est_tokens), 0)).where(Unit.batch_id == batch_id))
     values = {
+        "est_tokens": int(est_tokens or 0),
         "total": int(lines),
         "failed": int(rejected),
         "reserved_nanos": int(nanos),

@@ -294,7 +294,7 @@ class _WindowPlanner:
                     s3_key=key,
                     sha256=hashlib.sha256(data).hexdigest(),
                     num_lines=sum(len(row.line_nos) for row in rows),
-                    est_tokens=sum(len(row.prompt_ids) + row.max_tokens for row in rows),
+                    est_tokens=sum(row.est_tokens(0) for row in rows),
                 )
             )
             reserve_nanos += sum(

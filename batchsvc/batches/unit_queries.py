@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, and_, func, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import service as accounts
+from batchsvc.batches import progress_queries
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
@@ -66,6 +67,7 @@ class NewPart:
     bitmap: bytes
     lines_ok: int
     lines_err: int
+    est_tokens: int = 0
     input_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -173,6 +175,7 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
         bitmap=part.bitmap,
         lines_ok=part.lines_ok,
         lines_err=part.lines_err,
+        est_tokens=part.est_tokens,
         input_tokens=part.input_tokens,
         cached_tokens=part.cached_tokens,
         output_tokens=part.output_tokens,
@@ -192,6 +195,8 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     batch.output_tokens += part.output_tokens
     batch.cost_nanos += part.cost_nanos
     batch.standard_nanos += part.standard_nanos
+    batch.est_done_tokens += part.est_tokens
+    progress_queries.note_work(batch, row.created_ms)
     session.flush()
     billing.post_part(session, batch, row)
     return True

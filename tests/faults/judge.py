@@ -1,0 +1,250 @@
+"""The one judge of fault tests: reads files, rows, ledger, witness, logs and what a client saw, and asserts I1 to I15.
+
+I1 each line once · I2 input order · I3 counts add up · I4 the money agrees · I5 an end is an end · I6 files are whole ·
+I7 nothing is left leased · I8 downloads repeat · I9 texts are those of a run without faults · I10 no needless run ·
+I11 tenants are apart · I12 no orphan stays, nothing needed goes · I13 no secret in a log · I14 a client sees no step
+back · I15 it ends (whoever waits for the end asserts that).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import func, select
+
+from batchsvc.batches.lifecycle import TERMINAL, Status
+from batchsvc.batches.tables import Batch, Garbage, Part
+from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageRow
+from batchsvc.files.tables import File
+from batchsvc.store import keys
+from engine.fake import FakeEngine
+from engine.request import Request, SamplingParams
+from engine.text import TextModel, load_text
+from tests.dispatchers import NullDispatcher
+from tests.faults import witness
+from tests.faults.cluster import Cluster, Job, sha256
+from workers.reaper import Reaper
+
+_BROUGHT = {Status.CANCELLED: "batch_cancelled", Status.EXPIRED: "batch_expired"}
+_GONE_STATES = {"done", "sealed", "split"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What an ended batch came to."""
+
+    status: str
+    output: list[dict[str, Any]]
+    errors: list[dict[str, Any]]
+    runs: Counter[int]  # line number -> how often an engine began it
+
+    @property
+    def codes(self) -> Counter[str]:
+        """Codes of the error lines."""
+        return Counter(code_of(line) for line in self.errors)
+
+    @property
+    def needless(self) -> int:
+        """Runs beyond the first of each line."""
+        return sum(count - 1 for count in self.runs.values() if count > 1)
+
+
+def judge(cluster: Cluster, job: Job, *, errors: Iterable[str] = (), counts_may_fall: bool = False) -> Verdict:
+    """Assert the invariants of an ended batch. `errors`: codes of error lines that the test brought about.
+
+    `counts_may_fall`: a damaged part was taken back, so a client saw fewer lines done than before (row 43 alone).
+    """
+    batch = cluster.batch(job)
+    assert batch.status in TERMINAL, f"{job.id} hasn't ended: {batch.status}"
+    _judge_view(cluster, job, counts_may_fall=counts_may_fall)
+    _judge_logs(cluster)
+    _judge_tenants(cluster, batch)
+    if batch.in_progress_ms is None:  # it ended while it was planned: no lines, no files, no cost
+        verdict = Verdict(status=batch.status, output=[], errors=[], runs=Counter())
+        assert (batch.total, batch.completed, batch.failed, batch.cost_nanos) == (0, 0, 0, 0)
+        assert batch.output_file_id is None
+        assert batch.error_file_id is None
+    else:
+        output, error = (_file(cluster, batch, kind) for kind in ("output", "error"))
+        verdict = Verdict(status=batch.status, output=output, errors=error, runs=_judge_runs(cluster, job))
+        _judge_lines(cluster, job, batch, verdict, set(errors))
+    _judge_money(cluster, batch, verdict)
+    _judge_rows(cluster, job, batch)
+    _judge_store(cluster, job)
+    return verdict
+
+
+def code_of(line: dict[str, Any]) -> str:
+    """The code of an error line, of a request that was rejected or of one that never ran."""
+    error = line["error"] or line["response"]["body"]["error"]
+    return str(error["code"])
+
+
+def _judge_lines(cluster: Cluster, job: Job, batch: Batch, verdict: Verdict, allowed: set[str]) -> None:
+    both = verdict.output + verdict.errors
+    wanted = {number: line["custom_id"] for number, line in enumerate(job.lines, 1)}
+    assert Counter((line["line"], line["custom_id"]) for line in both) == Counter(wanted.items()), "I1: each line once"
+    for lines in (verdict.output, verdict.errors):
+        assert [line["line"] for line in lines] == sorted(line["line"] for line in lines), "I2: input order"
+    found = (batch.total, batch.completed, batch.failed)
+    assert found == (len(both), len(verdict.output), len(verdict.errors)), "I3: counts are those of the files"
+    with cluster.db.reading() as session:
+        counted = session.execute(
+            select(func.coalesce(func.sum(Part.lines_ok), 0), func.coalesce(func.sum(Part.lines_err), 0)).where(
+                Part.batch_id == batch.id, *_counting()
+            )
+        ).one()
+    never_ran = sum(code_of(line) == _BROUGHT.get(Status(batch.status)) for line in verdict.errors)
+    assert tuple(counted) == (len(verdict.output), len(verdict.errors) - never_ran), "I3: parts and lines never run"
+    unexpected = set(verdict.codes) - allowed - {_BROUGHT.get(Status(batch.status), "")}
+    assert not unexpected, f"error lines that nothing explains: {verdict.codes}"
+    for line in verdict.output:  # I9
+        said = line["response"]["body"]["choices"][0]["message"]["content"]
+        assert said == _answer(cluster.model.path, orjson.dumps(job.lines[line["line"] - 1]["body"])), "I9: the text"
+
+
+def _judge_money(cluster: Cluster, batch: Batch, verdict: Verdict) -> None:
+    usage = [line["response"]["body"]["usage"] for line in verdict.output]
+    bill = sum(line["cost_nanos"] for line in usage)
+    assert batch.cost_nanos == bill, "I4: the batch's cost is that of its lines"
+    assert batch.input_tokens == sum(line["prompt_tokens"] for line in usage)
+    assert batch.output_tokens == sum(line["completion_tokens"] for line in usage)
+    assert batch.cached_tokens == sum(line["prompt_tokens_details"]["cached_tokens"] for line in usage)
+    with cluster.db.reading() as session:
+        entries = session.execute(
+            select(LedgerTransaction.kind, LedgerTransaction.key, LedgerEntry.account, LedgerEntry.amount_nanos)
+            .join(LedgerEntry, LedgerEntry.transaction_id == LedgerTransaction.id)
+            .where(LedgerTransaction.batch_id == batch.id)
+        ).all()
+        used = session.execute(
+            select(func.sum(UsageRow.cost_nanos), func.sum(UsageRow.output_tokens), func.sum(UsageRow.requests)).where(
+                UsageRow.batch_id == batch.id
+            )
+        ).one()
+        parts = session.scalars(select(Part.id).where(Part.batch_id == batch.id, Part.unit_id.is_not(None))).all()
+    balance: Counter[str] = Counter()
+    for entry in entries:
+        balance[entry.account.partition(":")[0]] += entry.amount_nanos
+        balance[entry.key] += entry.amount_nanos
+    assert balance["revenue"] == bill, "I4: the ledger earned what the lines cost"
+    assert balance["reserved"] == 0, "I4: the reservation is released"
+    assert balance["available"] == -bill
+    assert not any(balance[entry.key] for entry in entries), "I4: every posting is balanced"
+    posted = {entry.key for entry in entries if entry.kind == "part"}
+    assert posted == {f"part:{part}" for part in parts}, "I4: one posting a part"
+    spent = (bill, batch.output_tokens, len(verdict.output))
+    assert tuple(int(value or 0) for value in used) == spent, "I4: the usage API adds up to the bill"
+
+
+def _judge_rows(cluster: Cluster, job: Job, batch: Batch) -> None:
+    assert (batch.why, batch.plan_lease_ms, batch.fin_lease_ms) == (batch.status, 0, 0) or batch.in_progress_ms is None
+    assert batch.ended_ms, "I5"
+    states = {unit.state for unit in cluster.units(job)}
+    assert states <= _GONE_STATES, f"I7: a batch that has ended holds no work: {states}"
+
+
+def _judge_runs(cluster: Cluster, job: Job) -> Counter[int]:
+    """I10: a line runs again only under a new epoch of its unit, and an epoch is only raised by a claim."""
+    units = cluster.units(job)
+    testimony = witness.read(cluster.witness).of_units({unit.id for unit in units})
+    epochs = {unit.id: unit.epoch for unit in units}
+    for (unit_id, row), count in testimony.starts().items():
+        assert count <= epochs[unit_id], f"I10: row {row} of {unit_id} ran {count} times in {epochs[unit_id]} epochs"
+    once = Counter((run.unit_id, run.epoch, run.row) for run in testimony.runs if run.event == "start")
+    assert max(once.values(), default=0) <= 1, "I10: within an epoch a row runs once"
+    return testimony.starts_of_lines(units, cluster.store)
+
+
+def _judge_view(cluster: Cluster, job: Job, *, counts_may_fall: bool) -> None:
+    watch = cluster.watches.get(job.id)
+    if watch is None or not any(api.is_alive for api in cluster.processes if api.role == "api"):
+        return
+    end = cluster.get(job)
+    watch.seen.append(end)
+    watch.seen.append(cluster.get(job))  # I5: shown again, shown the same
+    watch.check(counts_may_fall=counts_may_fall)
+
+
+def _judge_logs(cluster: Cluster) -> None:
+    canaries = [*cluster.secrets, *(job.canary for job in cluster.jobs)]
+    for process in cluster.processes:
+        said = process.text()
+        for canary in filter(None, canaries):
+            assert canary not in said, f"I13: the log of {process.name} tells a secret or a prompt"
+        assert "Traceback" not in said, (
+            f"I13: {process.name} logged a traceback:\n{said[said.index('Traceback') :][:2000]}"
+        )
+
+
+def _judge_tenants(cluster: Cluster, batch: Batch) -> None:
+    if not cluster.alive("api"):
+        return
+    _, stranger = cluster.add_project("strangers")
+    files = [name for name in (batch.output_file_id, batch.error_file_id, batch.input_file_id) if name]
+    paths = [f"/v1/batches/{batch.id}", *(f"/v1/files/{name}{end}" for name in files for end in ("", "/content"))]
+    for path in paths:
+        assert cluster.call("GET", path, key=stranger).status_code == 404, f"I11: {path}"
+
+
+def _judge_store(cluster: Cluster, job: Job) -> None:
+    """I12 and I6, after a collection of garbage without grace, once every job of the cluster was judged."""
+    cluster.judged.add(job.id)
+    is_quiet = cluster.judged >= {known.id for known in cluster.jobs}
+    if is_quiet:
+        at_once = cluster.settings.model_copy(update={"garbage_grace_s": 0.0})
+        nothing = NullDispatcher()
+        Reaper(at_once, cluster.db, cluster.store, nothing, plan=lambda _: None, finalize=lambda _: None).audit()
+    with cluster.db.reading() as session:
+        rows = session.scalars(select(File).where(File.project_id == cluster.batch(job).project_id)).all()
+        garbage = set(session.scalars(select(Garbage.s3_key)))
+    named = {row.s3_key: row for row in rows if row.deleted_ms is None}
+    assert len(named) == sum(row.deleted_ms is None for row in rows), "I6: no object belongs to two files"
+    for key, row in named.items():
+        data = cluster.store.get(key)
+        assert (len(data), sha256(data)) == (row.size_bytes, row.sha256), f"I6: {row.filename} is what was recorded"
+    if is_quiet:
+        left = {key for prefix in (keys.BATCHES, keys.INPUTS) for key, _ in cluster.store.list_keys(prefix)}
+        assert left - garbage <= set(named), f"I12: nobody needs {sorted(left - garbage - set(named))[:5]}"
+
+
+def _file(cluster: Cluster, batch: Batch, kind: str) -> list[dict[str, Any]]:
+    file_id = batch.output_file_id if kind == "output" else batch.error_file_id
+    if file_id is None:
+        return []
+    with cluster.db.reading() as session:
+        row = session.get_one(File, file_id)
+    data = cluster.store.get(row.s3_key)
+    assert (len(data), sha256(data)) == (row.size_bytes, row.sha256), f"I6: the {kind} file is what was recorded"
+    if cluster.alive("api"):
+        for _ in range(2):
+            got = cluster.call("GET", f"/v1/files/{file_id}/content")
+            assert got.content == data, "I8: a download repeats byte for byte"
+    return [orjson.loads(line) for line in data.splitlines()]
+
+
+def _counting() -> tuple[Any, ...]:
+    """Parts that count: one that was found damaged is void."""
+    void = getattr(Part, "is_void", None)
+    return () if void is None else (void.is_(False),)
+
+
+@lru_cache(maxsize=2)
+def _text(path: Path) -> TextModel:
+    return load_text(path)
+
+
+@lru_cache(maxsize=50_000)
+def _answer(path: Path, body_json: bytes) -> str:
+    """What the fake engine says to a chat that names its seed, without any service around it."""
+    body, text = orjson.loads(body_json), _text(path)
+    names = ("max_tokens", "min_tokens", "temperature", "seed", "ignore_eos")
+    params = SamplingParams(**{name: body[name] for name in names if name in body})
+    request = Request(id="r", prompt_ids=text.prompt_ids(body["messages"]), params=params)
+    (completion,) = FakeEngine(text).run([request])
+    return completion.text

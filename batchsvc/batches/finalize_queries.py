@@ -2,6 +2,16 @@
 
 `begin` fixes why the batch ends, seals its units and raises `fin_epoch`; from then on no part is added. `publish`
 names that epoch: a finalizer that was overtaken changes 0 rows and throws its objects away.
+
+A finalizer that finds a part missing or damaged takes it back by `void_part`, in one transaction:
+
+    the part    counts -> void: counters, usage and posting are taken back by rows of their own
+    its unit    done -> ready, epoch + 1, the part's bits cleared; of a cancelled or expired batch -> sealed, so that
+                its lines end like all that never ran; without a unit (lines that the planner rejected) its window is
+                marked, and the planner rebuilds the part from the input (repair_queries)
+    the batch   stays `finalizing`, without a finalizer until nothing is left to run or to rebuild; then the next
+                attempt merges what counts. Lines that are run again may take as long as the deadline says, and
+                at least `RERUN_MS` from the seal on; what isn't there by then is sealed, and the batch is `expired`.
 """
 
 from __future__ import annotations
@@ -9,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import and_, delete, exists, or_, select
+from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement
 
-from batchsvc.batches import lifecycle, unit_queries
+from batchsvc.batches import lifecycle, progress_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Part, Segment, Unit, Window
 from batchsvc.billing import service as billing
@@ -21,6 +31,7 @@ from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
 
 STOP_GRACE_MS = 10_000  # how long a cancelled or expired batch waits for its workers to let go
+RERUN_MS = 3_600_000  # what the lines of damaged parts may take at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +48,16 @@ class Finalizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowToMerge:
-    """A window's place in the batch, and where its line numbers and custom_ids are."""
+    """A window's place in the batch, and where its line numbers and custom_ids are.
+
+    `num_lost`: lines without a result whose stored work was damaged and could not be rebuilt.
+    """
 
     no: int
     num_lines: int
     line_nos_key: str
+    line_nos_sha256: str
+    num_lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +99,10 @@ def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finali
     now = database_now_ms(session)
     if batch is None or not is_due(session, batch_id):
         return None
-    if batch.status != Status.FINALIZING:  # else an earlier attempt has sealed it
+    is_sealed = batch.status == Status.FINALIZING  # by an earlier attempt
+    if is_sealed and unit_queries.seal(session, batch_id):
+        batch.why = Status.EXPIRED  # lines of damaged parts weren't run again in time
+    if not is_sealed:
         sealed = unit_queries.seal(session, batch_id)
         ended = Status.EXPIRED if sealed else Status.COMPLETED
         why = Status.CANCELLED if batch.status == Status.CANCELLING else ended
@@ -102,32 +121,84 @@ def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finali
     )
 
 
-def keep(session: Session, batch_id: str, fin_epoch: int, lease_s: float) -> bool:
-    """Prolong the lease of a finalizer. False: it was overtaken."""
+def keep(session: Session, batch_id: str, fin_epoch: int, lease_s: float, merged_lines: int = 0) -> bool:
+    """Prolong the lease of a finalizer, and note how far it is. False: it was overtaken."""
     batch = _mine(session, batch_id, fin_epoch)
     if batch is None:
         return False
     batch.fin_lease_ms = database_now_ms(session) + round(lease_s * 1000)
+    progress_queries.note_merge(batch, merged_lines)
     return True
 
 
 def give_up(session: Session, batch_id: str, fin_epoch: int) -> None:
-    """End the lease of a finalizer that failed, so that another need not wait for it."""
+    """End the lease of a finalizer that can't go on, so that another need not wait for it."""
     batch = _mine(session, batch_id, fin_epoch)
     if batch is not None:
         batch.fin_lease_ms = 0
 
 
+def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> bool:
+    """Take back a part whose object is missing or damaged: see above. False: the finalizer was overtaken."""
+    batch = _mine(session, batch_id, fin_epoch)
+    if batch is None:
+        return False
+    part = session.get_one(Part, part_id, with_for_update=True, populate_existing=True)
+    if part.is_void:
+        return True  # the answer to the commit was lost
+    now = database_now_ms(session)
+    part.is_void = True
+    batch.completed -= part.lines_ok
+    batch.failed -= part.lines_err
+    batch.input_tokens -= part.input_tokens
+    batch.cached_tokens -= part.cached_tokens
+    batch.output_tokens -= part.output_tokens
+    batch.cost_nanos -= part.cost_nanos
+    batch.standard_nanos -= part.standard_nanos
+    batch.est_done_tokens -= part.est_tokens
+    progress_queries.note_work(batch, now)
+    if part.unit_id is None:
+        mark_damaged(session, batch_id, part.window_no)
+    else:
+        unit = session.get_one(Unit, part.unit_id, with_for_update=True, populate_existing=True)
+        unit_queries.reopen(unit, part.bitmap or b"", can_run=batch.why == Status.COMPLETED)
+        billing.post_void(session, batch, part)
+    return True
+
+
+def mark_damaged(session: Session, batch_id: str, window_no: int) -> None:
+    """Have the planner rebuild what is damaged or missing of a window's plan."""
+    session.execute(update(Window).where(Window.batch_id == batch_id, Window.no == window_no).values(is_damaged=True))
+
+
+def damaged_parts(session: Session) -> int:
+    """How many parts were ever found missing or damaged. Served by ix_parts_void."""
+    return session.scalar(select(func.count(Part.id)).where(Part.is_void)) or 0
+
+
 def windows(session: Session, batch_id: str) -> list[WindowToMerge]:
     """The windows of a batch in input order."""
+    unread = _sum_by_window(session, Unit, Unit.num_lines - Unit.num_done, batch_id, Unit.state == "sealed")
+    rejected = _sum_by_window(session, Part, Part.lines_err, batch_id, Part.unit_id.is_(None), ~Part.is_void)
     rows = session.scalars(select(Window).where(Window.batch_id == batch_id).order_by(Window.no))
-    return [WindowToMerge(no=row.no, num_lines=row.num_lines, line_nos_key=row.line_nos_key) for row in rows]
+    return [
+        WindowToMerge(
+            no=row.no,
+            num_lines=row.num_lines,
+            line_nos_key=row.line_nos_key,
+            line_nos_sha256=row.line_nos_sha256,
+            num_lost=unread.get(row.no, 0) + row.num_rejected - rejected.get(row.no, 0),
+        )
+        for row in rows
+    ]
 
 
 def parts(session: Session, batch_id: str, window_no: int) -> list[PartToMerge]:
     """The parts of a window that count."""
     rows = session.scalars(
-        select(Part).where(Part.batch_id == batch_id, Part.window_no == window_no).order_by(Part.created_ms, Part.id)
+        select(Part)
+        .where(Part.batch_id == batch_id, Part.window_no == window_no, ~Part.is_void)
+        .order_by(Part.created_ms, Part.id)
     )
     return [
         PartToMerge(id=row.id, s3_key=row.s3_key, sha256=row.sha256, lines_ok=row.lines_ok, lines_err=row.lines_err)
@@ -187,14 +258,23 @@ def _mine(session: Session, batch_id: str, fin_epoch: int) -> Batch | None:
     return batch if batch and batch.status == Status.FINALIZING and batch.fin_epoch == fin_epoch else None
 
 
+def _sum_by_window(
+    session: Session, table: type[Unit | Part], what: ColumnElement[int], batch_id: str, *which: ColumnElement[bool]
+) -> dict[int, int]:
+    summed = select(table.window_no, func.sum(what)).where(table.batch_id == batch_id, *which).group_by(table.window_no)
+    return {row[0]: int(row[1]) for row in session.execute(summed)}
+
+
 def _is_due(now_ms: int) -> ColumnElement[bool]:
-    """All units done, or stopped and let go of (or not in time), or a finalizer that died."""
-    unfinished = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.state != "done"))
+    """All units done, or stopped and let go of (or not in time), or a finalizer that died or waited for lines."""
+    unfinished = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.state.in_(unit_queries.UNFINISHED)))
     leased = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.state == "leased"))
+    damaged = exists(select(Window.no).where(Window.batch_id == Batch.id, Window.is_damaged))
     waited = now_ms - STOP_GRACE_MS
+    is_late = and_(Batch.expires_ms <= now_ms, Batch.finalizing_ms <= now_ms - RERUN_MS)
     return or_(
         and_(Batch.status == Status.IN_PROGRESS, ~unfinished),
         and_(Batch.status == Status.IN_PROGRESS, Batch.expires_ms <= now_ms, or_(~leased, Batch.expires_ms < waited)),
         and_(Batch.status == Status.CANCELLING, or_(~leased, Batch.cancelling_ms < waited)),
-        and_(Batch.status == Status.FINALIZING, Batch.fin_lease_ms < now_ms),
+        and_(Batch.status == Status.FINALIZING, Batch.fin_lease_ms < now_ms, ~damaged, or_(~unfinished, is_late)),
     )

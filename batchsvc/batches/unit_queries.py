@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, select, update
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import service as accounts
@@ -23,7 +23,7 @@ from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
 
-_UNFINISHED = ("pending", "ready", "leased")
+UNFINISHED = ("pending", "ready", "leased")
 # best first: the nearest deadline, then the older batch, then plan order; fairness will stand before these
 _RANK = (Batch.expires_ms, Batch.created_ms, Batch.id, Unit.no)
 
@@ -139,7 +139,7 @@ def renew(session: Session, owner: str, lease_s: float) -> list[RenewedUnit]:
         session.scalars(
             select(Batch.id).where(
                 Batch.id.in_({row.batch_id for row in renewed}),
-                (Batch.status != "in_progress") | (Batch.expires_ms <= now),
+                ~is_running(now),
             )
         )
     )
@@ -221,11 +221,24 @@ def free_expired(session: Session) -> int:
     return _give_back(session, Unit.lease_ms < database_now_ms(session), crashed=True)
 
 
+def reopen(unit: Unit, bitmap: bytes, *, can_run: bool) -> None:
+    """Take back lines that counted: the unit is claimable again, or sealed if nothing may run any more. Its holder,
+    if it has one, loses it. The caller has locked batch and unit.
+    """
+    done, lost = int.from_bytes(unit.done_bitmap, "little"), int.from_bytes(bitmap, "little")
+    unit.done_bitmap = (done & ~lost).to_bytes(len(unit.done_bitmap), "little")
+    unit.num_done -= (done & lost).bit_count()
+    unit.epoch += 1
+    if unit.state in ("done", "ready", "leased"):
+        unit.state = "ready" if can_run else "sealed"
+    unit.owner, unit.lease_ms, unit.not_before_ms, unit.ticket_ms = None, 0, 0, 0
+
+
 def seal(session: Session, batch_id: str) -> int:
     """End all unfinished units of a batch: whoever holds one can't commit any more. Returns how many."""
     sealed = session.execute(
         update(Unit)
-        .where(Unit.batch_id == batch_id, Unit.state.in_(_UNFINISHED))
+        .where(Unit.batch_id == batch_id, Unit.state.in_(UNFINISHED))
         .values(state="sealed", epoch=Unit.epoch + 1, owner=None)
         .returning(Unit.id)
         .execution_options(synchronize_session=False)
@@ -286,13 +299,21 @@ def take_tickets_due(session: Session, model_digest: str, limit: int, quiet_s: f
     return len(marked)
 
 
+def is_running(now_ms: int) -> ColumnElement[bool]:
+    """What lets the units of a batch run: in progress and in time, or being finalized while lines of damaged parts
+    are run again, which no deadline of the batch cuts."""
+    return or_(
+        and_(Batch.status == "in_progress", Batch.expires_ms > now_ms),
+        and_(Batch.status == "finalizing", Batch.why == "completed"),
+    )
+
+
 def _claimable(now_ms: int) -> tuple[ColumnElement[bool], ...]:
     """What makes a unit claimable, as conditions on a unit joined with its batch."""
     return (
         Unit.state == "ready",
         Unit.not_before_ms <= now_ms,
-        Batch.status == "in_progress",
-        Batch.expires_ms > now_ms,
+        is_running(now_ms),
     )
 
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from batchsvc.batches import queries, unit_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.service import alive_since_ms
+from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.db.session import Database
 
 

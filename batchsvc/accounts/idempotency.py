@@ -30,7 +30,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What a caller says of repeating: the name of this call, and whether its client sends it again unasked."""
+    """What a caller says of repeating: the name of this call, or that its client sends it again unasked."""
 
     key: str | None = None
     is_retry: bool = False
@@ -47,7 +47,7 @@ def repetition(
             code="invalid_idempotency_key",
         )
     is_retry = x_stainless_retry_count.isdecimal() and int(x_stainless_retry_count[:9]) > 0
-    return Repetition(idempotency_key, is_retry)
+    return Repetition(idempotency_key, is_retry and idempotency_key is None)
 
 
 RepetitionDep = Annotated[Repetition, Depends(repetition)]

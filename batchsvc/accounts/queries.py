@@ -14,6 +14,12 @@ def project(session: Session, project_id: str) -> Project | None:
     return session.get(Project, project_id)
 
 
+def locked_project(session: Session, project_id: str) -> Project:
+    """One project, locked, though not against rows that refer to it."""
+    found = select(Project).where(Project.id == project_id).with_for_update(key_share=True)
+    return session.scalars(found.execution_options(populate_existing=True)).one()
+
+
 def project_named(session: Session, name: str) -> Project | None:
     """The oldest project of this name."""
     return session.scalars(select(Project).where(Project.name == name).order_by(Project.created_ms).limit(1)).first()

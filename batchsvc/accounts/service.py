@@ -46,6 +46,11 @@ def project_of(session: Session, project: str) -> str:
     return found.id
 
 
+def locked_project(session: Session, project_id: str) -> Project:
+    """A project, held until the transaction ends: what is decided about its batches is decided one by one."""
+    return queries.locked_project(session, project_id)
+
+
 def salts(session: Session, project_ids: Iterable[str]) -> dict[str, str]:
     """The salts that separate the prefix caches of these projects, by project."""
     return queries.salts(session, set(project_ids))

@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 from batchsvc.accounts.caller import AdminDep, CallerDep
 from batchsvc.batches import models, queries
 from batchsvc.batches.schemas import CreateAlias, RegisterModel, model_object
-from batchsvc.batches.service import alive_since_ms
 from batchsvc.batches.tables import Model
+from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.errors import NotFoundError
 from batchsvc.http.deps import Context, ContextDep
 

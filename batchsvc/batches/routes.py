@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Query
+from sqlalchemy.orm import Session
 
-from batchsvc import failpoints
+from batchsvc import failpoints, ids
+from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.idempotency import RepetitionDep
 from batchsvc.batches import service
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
+from batchsvc.batches.tables import Batch
 from batchsvc.errors import InvalidRequestError
-from batchsvc.http.deps import ContextDep
+from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 
 router = APIRouter(prefix="/v1")
@@ -23,20 +30,26 @@ BATCH_ONLY = ("/chat/completions", "/completions", "/embeddings", "/responses", 
 
 @router.post("/batches")
 def create_batch(
-    caller: CallerDep,
-    context: ContextDep,
-    body: CreateBatch,
-    x_stainless_retry_count: Annotated[str, Header()] = "0",
+    caller: CallerDep, context: ContextDep, body: CreateBatch, repetition: RepetitionDep
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""
-    is_retry = x_stainless_retry_count.isdigit() and int(x_stainless_retry_count[:9]) > 0
-    with context.db.transaction() as session:
-        row = service.create_batch(session, caller, body, is_retry=is_retry)
-        shown = service.show(session, [row], context.settings.renew_s)[0]
-    if row.status == Status.VALIDATING:
-        failpoints.reach("batch.created")
-        context.dispatcher.plan(row.id)
-        failpoints.reach("batch.hinted")
+    batch_id = ids.batch_id()
+
+    def create(session: Session) -> dict[str, Any]:
+        row = service.create_batch(
+            session, caller, body, context.settings, batch_id=batch_id, is_retry=repetition.is_retry
+        )
+        return _shown(session, context, [row])[0]
+
+    shown = context.db.run(
+        lambda session: idempotency.once(
+            session, caller.project_id, "batches", repetition.key, body.model_dump(), partial(create, session)
+        )
+    )
+    failpoints.reach("batch.created")
+    if shown["status"] == Status.VALIDATING:
+        context.dispatcher.plan(shown["id"])
+    failpoints.reach("batch.hinted")
     return shown
 
 
@@ -50,7 +63,7 @@ def list_batches(
     """Batches of the project, newest first unless `order=asc`; `name` filters by the extension of create."""
     with context.db.reading() as session:
         found = service.list_batches(session, caller.project_id, page, name)
-        return page_object(service.show(session, found, context.settings.renew_s), page.limit, dict)
+        return page_object(_shown(session, context, found), page.limit, dict)
 
 
 @router.get("/batches/{batch_id}")
@@ -58,18 +71,25 @@ def retrieve_batch(caller: CallerDep, context: ContextDep, batch_id: str) -> dic
     """One batch."""
     with context.db.reading() as session:
         row = service.get(session, caller.project_id, batch_id)
-        return service.show(session, [row], context.settings.renew_s)[0]
+        return _shown(session, context, [row])[0]
 
 
 @router.post("/batches/{batch_id}/cancel")
 def cancel_batch(caller: CallerDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
-    """Cancel a batch."""
-    with context.db.transaction() as session:
-        row = service.cancel(session, caller.project_id, batch_id)
-        shown = service.show(session, [row], context.settings.renew_s)[0]
-    if row.status == Status.CANCELLING:
-        context.dispatcher.finalize(row.id)
+    """Cancel a batch. Cancelling again changes nothing; a batch that has ended otherwise is refused."""
+
+    def cancel(session: Session) -> dict[str, Any]:
+        return _shown(session, context, [service.cancel(session, caller.project_id, batch_id)])[0]
+
+    shown = context.db.run(cancel)
+    if shown["status"] == Status.CANCELLING:
+        context.dispatcher.finalize(batch_id)
     return shown
+
+
+def _shown(session: Session, context: Context, rows: Sequence[Batch]) -> list[dict[str, Any]]:
+    settings = context.settings
+    return service.show(session, rows, settings.renew_s, Night.from_settings(settings))
 
 
 def _batch_only(path: str) -> None:

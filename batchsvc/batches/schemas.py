@@ -21,7 +21,7 @@ class ExpiresAfter(BaseModel):
 
 
 class CreateBatch(BaseModel):
-    """Body of POST /v1/batches. `model`, `on_invalid` and `name` are extensions (`extra_body` of the client)."""
+    """Body of POST /v1/batches. All from `model` on are extensions (`extra_body` of the client)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,6 +33,8 @@ class CreateBatch(BaseModel):
     model: str | None = Field(default=None, min_length=1, max_length=255)
     on_invalid: Literal["fail", "skip"] = "fail"
     name: str | None = Field(default=None, min_length=1, max_length=128)
+    priority: int = Field(default=0, ge=-10, le=10)
+    on_quota: Literal["wait", "fail"] = "wait"
 
 
 class RegisterModel(BaseModel):
@@ -57,7 +59,7 @@ class CreateAlias(BaseModel):
     target: str
 
 
-def batch_object(row: Batch, *, waiting_for: str | None) -> dict[str, Any]:
+def batch_object(row: Batch, *, waiting_for: str | None, scheduled_ms: int | None) -> dict[str, Any]:
     """A batch as the API shows it. `usage` is there from `in_progress` on: before, nobody knows any token."""
     status = shown_status(row)
     has_started = row.in_progress_ms is not None
@@ -92,7 +94,11 @@ def batch_object(row: Batch, *, waiting_for: str | None) -> dict[str, Any]:
         "kv_format": row.kv_format,
         "on_invalid": row.on_invalid,
         "name": row.name,
+        "priority": row.priority,
+        "on_quota": row.on_quota,
         "waiting_for": waiting_for,
+        "scheduled_for": _seconds(scheduled_ms),
+        "pause_reason": row.pause_reason if row.is_paused else None,
         "errors_total": row.errors_total,
     }
     if has_started:

@@ -1,4 +1,4 @@
-"""What can be done with batches: create, find, list, cancel; and what a batch waits for.
+"""What can be done with batches: create, find, list, cancel, show.
 
 Create refuses wrong arguments of the call. Wrong content of the input file is never judged here: the planner reports
 it on the batch, as OpenAI does.
@@ -11,10 +11,12 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import models, queries, unit_queries
+from batchsvc.batches import completion, models, queries, waiting
+from batchsvc.batches.completion import CompletionWindow
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
 from batchsvc.billing import service as billing
@@ -23,22 +25,24 @@ from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import service as files
 from batchsvc.http.paging import PageArgs
+from batchsvc.settings import Settings
 
 ENDPOINT = "/v1/chat/completions"
-WINDOWS = {"24h": ("batch_24h", 24 * 3_600_000)}  # completion window: its price tier, and milliseconds
-SILENT_RENEWALS = 3  # a worker that missed as many heartbeats serves nobody
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
-_REPEAT_MS = 15 * 60_000
-_USUAL_ATTEMPTS = 2  # to finalize: one that was killed, and its successor
 
 
-def create_batch(session: Session, caller: Caller, body: CreateBatch, *, is_retry: bool = False) -> Batch:
+def create_batch(
+    session: Session, caller: Caller, body: CreateBatch, settings: Settings, *, batch_id: str, is_retry: bool = False
+) -> Batch:
     """A new batch in `validating`, with price book and aliases pinned. Raises InvalidRequestError, naming the param.
 
+    `batch_id` is fresh, and chosen by the caller, so that a transaction whose answer was lost can be run again.
     `is_retry`: the client says that it sends the same call again, because it got no answer; if the first one was
     heard, its batch is returned.
     """
-    _check(body)
+    if (made := queries.batch(session, caller.project_id, batch_id)) is not None:
+        return made
+    window = _check(body, settings)
     now = database_now_ms(session)
     file = files.find_for_batch(session, caller.project_id, body.input_file_id)
     if file is None:
@@ -52,29 +56,38 @@ def create_batch(session: Session, caller: Caller, body: CreateBatch, *, is_retr
             param="input_file_id",
         )
     if is_retry:
-        for earlier in queries.batches_like(session, caller.api_key_id, file.id, now - _REPEAT_MS):
+        for earlier in queries.batches_like(session, caller.api_key_id, file.id, now - RETRY_MS):
             if _is_same(earlier, body):
                 return earlier
-    tier, window_ms = WINDOWS[body.completion_window]
     version = billing.current_version(session)
+    if not billing.has_tier(session, window.tier, version):
+        raise InvalidRequestError(
+            f"completion_window: {window.name} has no prices here, so nothing can run in it: "
+            f"version {version} of the price book lacks the tier {window.tier}.",
+            code="window_not_priced",
+            param="completion_window",
+        )
     aliases = models.alias_table(session)
     if body.model is not None:
-        _check_model(session, body.model, aliases, tier, version)
+        _check_model(session, body.model, aliases, window.tier, version)
     row = Batch(
-        id=ids.batch_id(),
+        id=batch_id,
         project_id=caller.project_id,
         api_key_id=caller.api_key_id,
         endpoint=body.endpoint,
         input_file_id=file.id,
         completion_window=body.completion_window,
-        tier=tier,
+        tier=window.tier,
         on_invalid=body.on_invalid,
+        on_quota=body.on_quota,
+        priority=body.priority,
+        is_offpeak=not Night.from_settings(settings).is_always,
         name=body.name,
         metadata_json=body.metadata,
         output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else None,
         status=Status.VALIDATING,
         created_ms=now,
-        expires_ms=now + window_ms,
+        expires_ms=now + window.length_ms,
         model_requested=body.model,
         price_version=version,
         aliases=aliases,
@@ -134,42 +147,26 @@ def live_batch_of(session: Session, file_id: str) -> str | None:
     return queries.live_batch_of(session, file_id, TERMINAL)
 
 
-def show(session: Session, rows: Sequence[Batch], renew_s: float) -> list[dict[str, Any]]:
+def show(session: Session, rows: Sequence[Batch], renew_s: float, night: Night | None = None) -> list[dict[str, Any]]:
     """Batches as the API shows them, each with what it waits for."""
-    served: set[str] = set()
-    delayed: set[str] = set()
-    if running := {row.model_digest or "" for row in rows if row.status == Status.IN_PROGRESS}:
-        served = queries.served_digests(session, alive_since_ms(session, renew_s))
-        delayed = unit_queries.delayed_batches(session, running)
-    return [batch_object(row, waiting_for=_waiting_for(row, served, delayed)) for row in rows]
+    around = waiting.look_around(session, rows, night or Night(), renew_s)
+    return [
+        batch_object(row, waiting_for=waiting.waiting_for(row, around), scheduled_ms=waiting.scheduled_ms(row, around))
+        for row in rows
+    ]
 
 
-def alive_since_ms(session: Session, renew_s: float) -> int:
-    """A worker that gave no sign of life since this time counts as dead."""
-    return database_now_ms(session) - round(SILENT_RENEWALS * renew_s * 1000)
+def _check(body: CreateBatch, settings: Settings) -> CompletionWindow:
+    """The window that the call asks for. Raises InvalidRequestError for what can't be used."""
 
-
-def _waiting_for(row: Batch, served: set[str], delayed: set[str]) -> str | None:
-    if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
-        says = f"its results can't be put together, this is attempt {row.fin_epoch}"
-        return f"{says}: the log of the control worker says why"
-    if row.status != Status.IN_PROGRESS:
-        return None
-    if row.model_digest not in served:
-        return f"no worker for model {row.model_id}"
-    if row.id in delayed:  # a unit is only given back for later when a worker could not read it
-        return "its stored work can't be read, a worker tries again: the log of the engine worker says why"
-    return None
-
-
-def _check(body: CreateBatch) -> None:
     def refuse(param: str, says: str) -> InvalidRequestError:
         return InvalidRequestError(f"{param}: {says}", code="invalid_value", param=param)
 
     if body.endpoint != ENDPOINT:
         raise refuse("endpoint", f"this service runs {ENDPOINT} only.")
-    if body.completion_window not in WINDOWS:
-        raise refuse("completion_window", f"it must be {' or '.join(WINDOWS)}.")
+    windows = completion.offered(settings.windows)
+    if body.completion_window not in windows:
+        raise refuse("completion_window", f"it must be {' or '.join(windows)}.")
     if body.name is not None and not (body.name.isprintable() and body.name.strip()):
         raise refuse("name", "it must be printable characters.")
     metadata = body.metadata or {}
@@ -182,6 +179,7 @@ def _check(body: CreateBatch) -> None:
             )
         if "\0" in key or "\0" in value:
             raise refuse("metadata", "the character NUL can't be stored.")
+    return windows[body.completion_window]
 
 
 def _check_model(session: Session, name: str, aliases: dict[str, str], tier: str, version: int) -> None:
@@ -200,4 +198,7 @@ def _is_same(row: Batch, body: CreateBatch) -> bool:
     return (
         (row.endpoint, row.completion_window, row.metadata_json, row.name)
         == (body.endpoint, body.completion_window, body.metadata, body.name)
-    ) and (row.model_requested, row.on_invalid, row.output_expires_after_s) == (body.model, body.on_invalid, expires_s)
+        and (row.model_requested, row.on_invalid, row.on_quota, row.priority)
+        == (body.model, body.on_invalid, body.on_quota, body.priority)
+        and row.output_expires_after_s == expires_s
+    )

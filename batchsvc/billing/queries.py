@@ -27,6 +27,12 @@ def rates_of(session: Session, version: int, model: str, tier: str) -> dict[str,
     return {row.kind: row.nanos_per_mtok for row in rows}
 
 
+def has_tier(session: Session, version: int, tier: str) -> bool:
+    """Whether any model has a rate of this tier."""
+    found = select(Price.id).where(Price.version == version, Price.tier == tier).limit(1)
+    return session.scalar(found) is not None
+
+
 def insert_prices(session: Session, rows: list[dict[str, Any]]) -> None:
     """Adds rates; those that exist stay as they are, because a version is never changed."""
     for row in rows:

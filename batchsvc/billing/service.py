@@ -87,6 +87,11 @@ def current_version(session: Session) -> int:
     return version
 
 
+def has_tier(session: Session, tier: str, version: int) -> bool:
+    """Whether anything has a price in this tier."""
+    return queries.has_tier(session, version, tier)
+
+
 def rates_for(session: Session, model_id: str, tier: str, version: int) -> Rates:
     """Rates of a model, or of `default`. Raises InvalidRequestError (code `model_not_priced`) if neither has them."""
     for model in (model_id, pricing.DEFAULT_MODEL):

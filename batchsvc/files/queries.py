@@ -17,9 +17,9 @@ def file(session: Session, project_id: str, file_id: str, now_ms: int) -> File |
     return session.scalars(_one(project_id, file_id).where(_is_there(now_ms))).first()
 
 
-def locked_file(session: Session, project_id: str, file_id: str, now_ms: int, *, shared: bool) -> File | None:
-    """The same, locked till the transaction ends, so that no batch begins to read a file while it is deleted."""
-    found = _one(project_id, file_id).where(_is_there(now_ms)).with_for_update(read=shared)
+def locked_file(session: Session, project_id: str, file_id: str, now_ms: int) -> File | None:
+    """The same, locked till the transaction ends: who deletes it or makes a batch of it does so alone."""
+    found = _one(project_id, file_id).where(_is_there(now_ms)).with_for_update()
     return session.scalars(found.execution_options(populate_existing=True)).first()
 
 

@@ -85,8 +85,8 @@ def add_result(
 
 
 def find_for_batch(session: Session, project_id: str, file_id: str) -> File | None:
-    """A file that a new batch may read, or None; it can't be deleted before this transaction ends."""
-    return queries.locked_file(session, project_id, file_id, database_now_ms(session), shared=True)
+    """A file that a new batch may read, or None; it can't be deleted, nor get another batch, until this one is made."""
+    return queries.locked_file(session, project_id, file_id, database_now_ms(session))
 
 
 def find_stored(session: Session, project_id: str, file_id: str) -> File | None:
@@ -125,7 +125,7 @@ def delete(
 ) -> File:
     """Delete a file unless a batch still reads it. `discard` has the object removed later."""
     now = database_now_ms(session)
-    row = _found(queries.locked_file(session, project_id, file_id, now, shared=False), file_id)
+    row = _found(queries.locked_file(session, project_id, file_id, now), file_id)
     user = live_batch_of(session, row.id)
     if user is not None:
         raise InvalidRequestError(

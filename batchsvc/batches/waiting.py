@@ -1,0 +1,74 @@
+"""What a batch waits for, in words, and when it may start at the earliest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from batchsvc.batches import queries, unit_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.offpeak import Night
+from batchsvc.batches.tables import Batch
+from batchsvc.db.session import database_now_ms
+
+_SILENT_RENEWALS = 3  # a worker that missed as many heartbeats serves nobody
+_USUAL_ATTEMPTS = 2  # to finalize: one that was killed, and its successor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What batches wait for lies around them: the time, the night, live workers, units that were given back."""
+
+    now_ms: int
+    night: Night
+    served: frozenset[str]
+    delayed: frozenset[str]
+
+
+def alive_since_ms(session: Session, renew_s: float) -> int:
+    """A worker that gave no sign of life since this time counts as dead."""
+    return database_now_ms(session) - round(_SILENT_RENEWALS * renew_s * 1000)
+
+
+def look_around(session: Session, rows: Sequence[Batch], night: Night, renew_s: float) -> Surroundings:
+    """What these batches may wait for."""
+    served: set[str] = set()
+    delayed: set[str] = set()
+    if running := {row.model_digest or "" for row in rows if row.status == Status.IN_PROGRESS}:
+        served = queries.served_digests(session, alive_since_ms(session, renew_s))
+        delayed = unit_queries.delayed_batches(session, running)
+    return Surroundings(
+        now_ms=database_now_ms(session), night=night, served=frozenset(served), delayed=frozenset(delayed)
+    )
+
+
+def scheduled_ms(row: Batch, around: Surroundings) -> int | None:
+    """When a batch that waits for the night may start, or None if it needn't wait."""
+    if not row.is_offpeak or row.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+        return None
+    starts = around.night.next_open_ms(around.now_ms)
+    if row.latest_start_ms is not None:
+        starts = min(starts, row.latest_start_ms)
+    return starts if starts > around.now_ms else None
+
+
+def waiting_for(row: Batch, around: Surroundings) -> str | None:
+    """One phrase, or None for a batch that waits for nothing."""
+    if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
+        says = f"its results can't be put together, this is attempt {row.fin_epoch}"
+        return f"{says}: the log of the control worker says why"
+    if row.status != Status.IN_PROGRESS:
+        return None
+    if row.is_paused:
+        return f"paused: {row.pause_reason}" if row.pause_reason else "paused"
+    if not row.has_quota:
+        return "quota"
+    if (starts := scheduled_ms(row, around)) is not None:
+        return f"off-peak until {around.night.label(starts)}"
+    if row.model_digest not in around.served:
+        return f"no worker for model {row.model_id}"
+    if row.id in around.delayed:  # a unit is only given back for later when a worker could not read it
+        return "its stored work can't be read, a worker tries again: the log of the engine worker says why"
+    return None

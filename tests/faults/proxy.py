@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 Direction = Literal["up", "down"]
 Target = tuple[str, int] | str  # host and port, or the path of a unix socket
@@ -74,7 +74,7 @@ class FaultProxy:
         self._listener: socket.socket | None = self._listen(0)
         self.port = int(self._listener.getsockname()[1])
 
-    def __enter__(self) -> FaultProxy:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._accept, name=f"proxy-{self.port}", daemon=True).start()
         return self
 

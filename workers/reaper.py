@@ -6,8 +6,9 @@ Each step is a short transaction that is right to repeat and right to run in sev
     deadlines   batches whose time was over while they were planned; the others are finalized when due
     plans       batches that nobody plans get their task again; what was planned of cancelled ones is forgotten
     finalizers  batches that are done, stopped or left by a dead finalizer get theirs
+    quotas      batches that waited for quota start when there is room
     tickets     a model's queue is as long as it has claimable units
-    leftovers   dead workers, files past their life, objects that nobody refers to
+    leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
 If Redis doesn't answer, planning and finalizing are done here, one after the other: slower, but done.
 """
@@ -23,11 +24,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints, logs
+from batchsvc.accounts import idempotency
 from batchsvc.batches import (
     finalize_queries,
     lifecycle,
     plan_queries,
     queries,
+    quota,
     reaper_queries,
     unit_queries,
     worker_queries,
@@ -88,7 +91,9 @@ class Reaper:
             self._cancelled_plans,
             self._plans,
             self._finalizers,
+            self._quotas,
             self._tickets,
+            self._answers,
             self._workers,
             self._files,
             self._garbage,
@@ -173,6 +178,14 @@ class Reaper:
             else:
                 send(batch_id)
 
+    def _quotas(self) -> None:
+        with self._db.reading() as session:
+            projects = quota.projects_waiting(session)
+        for project_id in projects:
+            most = self._settings.quota_tokens
+            for batch_id in self._db.run(partial(quota.admit, project_id=project_id, default_tokens=most)):
+                log.info("batch.admitted", batch=batch_id)
+
     def _tickets(self) -> None:
         with self._db.reading() as session:
             wanted = unit_queries.claimable_by_model(session)
@@ -187,6 +200,9 @@ class Reaper:
         if due:
             log.info("ticket.sent_again", model=digest[:16], tickets=due)
             self._dispatcher.ticket(digest, due)
+
+    def _answers(self) -> None:
+        self._db.run(idempotency.forget_old)
 
     def _workers(self) -> None:
         silent_s = self._settings.lease_s * _DEAD_LEASES

@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import lifecycle, models, queries, reaper_queries
+from batchsvc.batches import lifecycle, models, queries, quota, reaper_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -231,8 +231,14 @@ def add_window(session: Session, batch_id: str, epoch: int, no: int, window: New
     return True
 
 
-def start(session: Session, batch_id: str, epoch: int) -> bool:
-    """End the planning well: reserve the money and make the units claimable. False: the lease is lost."""
+def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None = None) -> bool:
+    """End the planning well: reserve money and quota, and make the units claimable. False: the lease is lost.
+
+    `quota_tokens` is the quota of projects that have none of their own. A batch that must not wait for it fails.
+    """
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
+        return False
     lines, rejected, nanos = session.execute(
         select(
             func.coalesce(func.sum(Window.num_lines), 0),
@@ -241,6 +247,9 @@ def start(session: Session, batch_id: str, epoch: int) -> bool:
         ).where(Window.batch_id == batch_id)
     ).one()
     est_tokens = session.scalar(select(func.coalesce(func.sum(Unit.est_tokens), 0)).where(Unit.batch_id == batch_id))
+    refused = quota.take(session, batch, int(est_tokens or 0), quota_tokens)
+    if refused is not None:
+        return fail(session, batch_id, epoch, refused, [], num_problems=0, max_problems=1)
     values = {
         "est_tokens": int(est_tokens or 0),
         "total": int(lines),

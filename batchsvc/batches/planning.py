@@ -132,7 +132,8 @@ class _WindowPlanner:
             return PlanProgress.AGAIN
         if claim.num_problems + draft.num_problems:
             return self._fail()
-        self._fenced(lambda s: plan_queries.start(s, claim.batch_id, claim.epoch))
+        quota_tokens = self._context.settings.quota_tokens
+        self._fenced(lambda s: plan_queries.start(s, claim.batch_id, claim.epoch, quota_tokens))
         failpoints.reach("plan.ended")
         return PlanProgress.DONE
 

@@ -28,6 +28,21 @@ def stored_file(session: Session, project_id: str, file_id: str) -> File | None:
     return session.scalars(_one(project_id, file_id).where(File.deleted_ms.is_(None))).first()
 
 
+def upload_like(
+    session: Session, project_id: str, filename: str, sha256: str, life_ms: int, since_ms: int, now_ms: int
+) -> File | None:
+    """The newest upload since then of the same bytes under the same name and for the same time that is still there."""
+    wanted = select(File).where(
+        File.project_id == project_id,
+        File.created_ms >= since_ms,
+        File.filename == filename,
+        File.sha256 == sha256,
+        File.expires_ms == File.created_ms + life_ms,
+        _is_there(now_ms),
+    )
+    return session.scalars(wanted.order_by(File.created_ms.desc(), File.id.desc()).limit(1)).first()
+
+
 def cursor(session: Session, project_id: str, file_id: str) -> Cursor | None:
     """Where a file stands in the listing; a deleted one keeps its place, so that a walk over pages goes on."""
     row = session.scalars(_one(project_id, file_id)).first()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -10,10 +12,13 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from batchsvc import failpoints, ids
+from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.idempotency import Repetition, RepetitionDep
 from batchsvc.accounts.service import Caller
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import service
@@ -30,7 +35,9 @@ FilePage = Annotated[PageArgs, Depends(page_args(default=10_000, most=10_000))]
 
 
 @router.post("")
-async def create_file(request: Request, caller: CallerDep, context: ContextDep) -> dict[str, Any]:
+async def create_file(
+    request: Request, caller: CallerDep, context: ContextDep, repetition: RepetitionDep
+) -> dict[str, Any]:
     """Upload a file. Fields: `file`, `purpose`, and at will `expires_after[anchor]` with `expires_after[seconds]`."""
     file_id = ids.file_id()
     key = keys.input_file(caller.project_id, file_id)
@@ -44,7 +51,8 @@ async def create_file(request: Request, caller: CallerDep, context: ContextDep) 
     except BaseException:
         await sink.abandon()
         raise
-    return await run_in_threadpool(_record, context, caller, file_id, key, filename, stored, life_s)
+    upload = _Upload(file_id=file_id, s3_key=key, filename=filename, stored=stored, life_s=life_s)
+    return await run_in_threadpool(_record, context, caller, upload, repetition)
 
 
 @router.get("")
@@ -128,27 +136,50 @@ async def _receive(request: Request, form: Form, sink: StoreSink, default_life_s
     return filename, _life_s(fields, default_life_s)
 
 
-def _record(
-    context: Context, caller: Caller, file_id: str, key: str, filename: str, stored: Stored, life_s: int
-) -> dict[str, Any]:
-    try:
-        with context.db.transaction() as session:
-            row = service.add_upload(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Upload:
+    """A file that has come in whole, and that nobody knows of yet."""
+
+    file_id: str
+    s3_key: str
+    filename: str
+    stored: Stored
+    life_s: int
+
+
+def _record(context: Context, caller: Caller, upload: _Upload, repetition: Repetition) -> dict[str, Any]:
+    """Make the file known, or find the one that the same call has made before: then its bytes are here twice."""
+    arguments = {"filename": upload.filename, "sha256": upload.stored.sha256, "life_s": upload.life_s}
+
+    def add(session: Session) -> dict[str, Any]:
+        return file_object(
+            service.add_upload(
                 session,
-                file_id=file_id,
+                file_id=upload.file_id,
                 project_id=caller.project_id,
-                filename=filename,
-                s3_key=key,
-                etag=stored.etag,
-                sha256=stored.sha256,
-                size_bytes=stored.size_bytes,
-                life_s=life_s,
+                filename=upload.filename,
+                s3_key=upload.s3_key,
+                etag=upload.stored.etag,
+                sha256=upload.stored.sha256,
+                size_bytes=upload.stored.size_bytes,
+                life_s=upload.life_s,
+                is_retry=repetition.is_retry,
             )
-            return file_object(row)
+        )
+
+    try:
+        shown = context.db.run(
+            lambda session: idempotency.once(
+                session, caller.project_id, "files", repetition.key, arguments, partial(add, session)
+            )
+        )
     except BaseException:
-        if not _may_stand(context, caller, file_id):
-            context.store.delete([key])
+        if not _may_stand(context, caller, upload.file_id):
+            context.store.delete([upload.s3_key])
         raise
+    if shown["id"] != upload.file_id:
+        context.store.delete([upload.s3_key])
+    return shown
 
 
 def _may_stand(context: Context, caller: Caller, file_id: str) -> bool:

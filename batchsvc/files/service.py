@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
+from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import queries
@@ -32,9 +33,19 @@ def add_upload(
     sha256: str,
     size_bytes: int,
     life_s: int,
+    is_retry: bool = False,
 ) -> File:
-    """Record an uploaded file."""
+    """Record an uploaded file. Recording it again under its id changes nothing.
+
+    `is_retry`: the client says that it sends the same file again, because it got no answer; if the first one was
+    recorded, that is the answer.
+    """
     now = database_now_ms(session)
+    made = queries.stored_file(session, project_id, file_id)
+    if made is None and is_retry:
+        made = queries.upload_like(session, project_id, filename, sha256, life_s * 1000, now - RETRY_MS, now)
+    if made is not None:
+        return made
     return _add(
         session,
         File(

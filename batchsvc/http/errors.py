@@ -18,6 +18,8 @@ from starlette.exceptions import HTTPException
 from batchsvc.errors import AuthenticationError, InvalidRequestError, ServiceError, UnavailableError
 from batchsvc.logs import where
 
+_RETRY_AFTER_S = 5  # the official client takes up to 120 and gives up at once above
+
 log = structlog.get_logger(__name__)
 
 
@@ -27,13 +29,18 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid_arguments)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(exc.DataError, _unstorable)
-    for broken in (exc.OperationalError, exc.InterfaceError, exc.TimeoutError):
+    # InternalError: such as a server that has become a standby and takes no writes
+    for broken in (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError):
         app.add_exception_handler(broken, _database_error)
 
 
 def response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The response of an error."""
-    extra = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
+    extra: dict[str, str] = {}
+    if isinstance(error, AuthenticationError):
+        extra["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, UnavailableError):
+        extra["Retry-After"] = str(_RETRY_AFTER_S)
     return JSONResponse(error.envelope(), status_code=error.status, headers={**extra, **(headers or {})})
 
 

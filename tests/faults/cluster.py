@@ -20,7 +20,7 @@ import redis
 from sqlalchemy import func, select
 
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import models
+from batchsvc.batches import models, part_file
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
 from batchsvc.db.session import Database
@@ -34,6 +34,7 @@ Role = Literal["api", "control", "engine"]
 LIVENESS_S = 60.0
 MODEL = "tiny"
 _LOG_TAIL = 3_000
+_DULL = {"s3_key", "sha256", "rates", "aliases", "project_id", "api_key_id", "model_digest", "tier", "endpoint"}
 FAULT_PERIODS = {
     "BATCHSVC_LEASE_S": 3,
     "BATCHSVC_RENEW_S": 0.5,
@@ -210,7 +211,13 @@ class Cluster:
         self.http.close()
         self.db.dispose()
 
-    def show_logs(self) -> None:
+    def show(self) -> None:
+        """Prints what a failed test left: batches, units and the ends of the logs."""
+        for job in self.jobs:
+            with self.db.reading() as session:
+                for table, which in ((Batch, Batch.id == job.id), (Unit, Unit.batch_id == job.id)):
+                    for row in session.execute(select(table.__table__).where(which)).mappings():
+                        print({name: value for name, value in row.items() if value and name not in _DULL})
         for process in self.processes:
             said = "".join(line for line in process.text().splitlines(True) if "request.served" not in line)
             print(f"--- {process.name} (pid {process.pid}, code {process.code})\n{said[-_LOG_TAIL:]}")
@@ -310,6 +317,15 @@ class Cluster:
     def parts(self, job: Job) -> list[Part]:
         with self.db.reading() as session:
             return list(session.scalars(select(Part).where(Part.batch_id == job.id).order_by(Part.created_ms)))
+
+    def counted_lines(self, job: Job) -> set[int]:
+        """Numbers of the lines that count so far: what stands in the objects of the registered parts."""
+        parts = (part_file.decode(self.store.get(part.s3_key)) for part in self.parts(job))
+        return {line.line_no for part in parts for line in part}
+
+    def objects(self, job: Job, kind: str) -> set[str]:
+        """Keys of a batch's stored objects: unit, part, window or out."""
+        return {key for key, _ in self.store.list_keys(f"batch/{job.id}/{kind}/")}
 
     def num_done(self, job: Job) -> int:
         """Lines that count so far."""

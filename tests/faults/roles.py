@@ -14,6 +14,7 @@ PRELOAD = ["pytest", "workers.app", "workers.context", "batchsvc.app", "engine.f
 def run_role(role: str, env: dict[str, str], log: str, cwd: str) -> None:
     """Become `api`, `control` or `engine`; both streams go to `log`."""
     from batchsvc import failpoints
+    from tests.faults import mischief, surroundings
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.environ.clear()
@@ -23,6 +24,8 @@ def run_role(role: str, env: dict[str, str], log: str, cwd: str) -> None:
     for stream in (1, 2):
         os.dup2(sink, stream)
     failpoints.arm(env)
+    mischief.make(env)
+    surroundings.surround(env)
     if role == "api":
         from batchsvc import app
 

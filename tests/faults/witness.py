@@ -1,4 +1,4 @@
-"""What the fake engine's witness saw: how often each line of a batch began to run, under which epochs."""
+"""What the fake engine's witness saw: how often each line of a batch began to run, and the tokens that it cost."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Testimony:
-    """Everything that engines of a cluster ran so far."""
+    """Everything that engines of a cluster ran so far. `tokens`: (when, unit, how many were generated in a step)."""
 
     runs: list[Run]
+    tokens: list[tuple[float, str, int]]
 
     def of_units(self, unit_ids: set[str]) -> Testimony:
-        return Testimony([run for run in self.runs if run.unit_id in unit_ids])
+        tokens = [entry for entry in self.tokens if entry[1] in unit_ids]
+        return Testimony([run for run in self.runs if run.unit_id in unit_ids], tokens)
 
     def starts(self) -> Counter[tuple[str, int]]:
         """(unit, row) -> how often it began to run."""
         return Counter((run.unit_id, run.row) for run in self.runs if run.event == "start")
 
+    def num_tokens(self) -> int:
+        """Tokens that were generated, for nothing or not."""
+        return sum(count for _, _, count in self.tokens)
+
     def last_s(self) -> float:
-        """Wall time at which an engine last began or ended something; 0 if none did."""
-        return max((run.at_s for run in self.runs), default=0.0)
+        """Wall time at which an engine last generated something; 0 if none did."""
+        return max((at_s for at_s, _, _ in self.tokens), default=0.0)
 
     def starts_of_lines(self, units: list[Unit], store: ObjectStore) -> Counter[int]:
         """Line number -> how often it began to run, whichever units it was in."""
@@ -52,10 +58,17 @@ class Testimony:
 
 def read(path: Path) -> Testimony:
     """The testimony so far; a last line that is just being written is left out."""
-    if not path.exists():
-        return Testimony([])
-    said = [json.loads(line) for line in path.read_text().split("\n")[:-1] if line.endswith("}")]
-    return Testimony([Run(entry["event"], *_parts(entry["id"]), entry["t"]) for entry in said])
+    runs: list[Run] = []
+    tokens: list[tuple[float, str, int]] = []
+    text = path.read_text() if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        entry = json.loads(line)
+        if entry["event"] == "tokens":
+            for request_id, count in entry["tokens"].items():
+                tokens.append((entry["t"], _parts(request_id)[0], count))
+        else:
+            runs.append(Run(entry["event"], *_parts(entry["id"]), entry["t"]))
+    return Testimony(runs, tokens)
 
 
 def _parts(request_id: str) -> tuple[str, int, int]:

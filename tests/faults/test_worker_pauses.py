@@ -1,0 +1,61 @@
+"""Rows 14 and 15: a worker that stops and wakes up, and one whose lease thread alone stops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults import witness
+from tests.faults.cluster import Cluster
+from tests.faults.judge import Verdict
+
+pytestmark = pytest.mark.faults
+Judge = Callable[..., Verdict]
+LEASE_S = 3
+
+
+def test_row_14_stopped_for_three_leases(cluster: Cluster, judge: Judge) -> None:
+    cluster.start("control")
+    sleeper = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=60)
+    job = cluster.submit(120)
+    cluster.until(lambda: cluster.holds(sleeper) and cluster.num_done(job), "its first part")
+    sleeper.stop()
+    held = {unit.id: unit.epoch for unit in cluster.holds(sleeper)}
+    assert held
+    stopped_s = time.time()
+    other = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=60)
+    cluster.until(
+        lambda: all(
+            unit.epoch > held[unit.id] or unit.state == "done" for unit in cluster.units(job) if unit.id in held
+        ),
+        "the other worker has its units",
+    )
+    time.sleep(max(0.0, stopped_s + 3 * LEASE_S - time.time()))
+    before = {part.id for part in cluster.parts(job)}
+    sleeper.resume()
+    woke_s = time.time()
+    cluster.wait(job, "completed")
+    assert other.is_alive
+    late = [part for part in cluster.parts(job) if part.id not in before and part.epoch == held.get(part.unit_id or "")]
+    assert not late, "what the sleeper had isn't counted any more"
+    waste = [
+        run
+        for run in witness.read(cluster.witness).runs
+        if run.event == "start" and run.epoch == held.get(run.unit_id) and run.at_s > woke_s + LEASE_S
+    ]
+    assert not waste, "it lets go of what it lost"
+    judge(job)
+
+
+def test_row_15_lease_thread_stopped(cluster: Cluster, judge: Judge) -> None:
+    """Nobody renews, but the worker goes on: by its own clock it stops writing before another may have its units."""
+    cluster.start("control")
+    victim = cluster.start("engine", failpoints="lease.due=hang@4", BATCHSVC_FAKE_TOKENS_PER_S=30)
+    job = cluster.submit(100)
+    cluster.until(lambda: cluster.passed("lease.due"), "the thread hangs")
+    cluster.until(lambda: "unit.lost" in victim.text(), "it gives its units up by itself")
+    cluster.start("engine")
+    cluster.wait(job, "completed")
+    judge(job)

@@ -211,7 +211,7 @@ class Cluster:
         self.http.close()
         self.db.dispose()
 
-    def show(self) -> None:
+    def show_logs(self) -> None:
         """Prints what a failed test left: batches, units and the ends of the logs."""
         for job in self.jobs:
             with self.db.reading() as session:

@@ -118,7 +118,7 @@ def cluster(
     yield made
     made.close()
     if request.node.stash.get(_FAILED, False):
-        made.show()
+        made.show_logs()
 
 
 @pytest.fixture

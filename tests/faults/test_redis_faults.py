@@ -31,7 +31,7 @@ def lonely(cluster: Cluster, valkey: OwnValkey) -> Iterator[Cluster]:
     """A cluster with that Valkey to itself."""
     with closing(cluster.with_services(redis_url=valkey.url)) as own:
         yield own
-        own.show()
+        own.show_logs()
 
 
 def test_row_26_wiped_again_and_again(cluster: Cluster, judge: Judge) -> None:

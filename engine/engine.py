@@ -5,19 +5,20 @@
         result = runner.execute(plan)      engine/runner.py            tokens
         ended  = scheduler.commit(plan, result)                        and their end: engine/text, engine/sample/stop.py
 
-`add`, `abort` and `expect` may be called from any thread, all else from the one that steps. A runner that raises leaves
-the engine unusable: the exception goes to whoever stepped, who knows from `add` what was under way.
+`add`, `abort` and `expect` may be called from any thread, all else from the one that steps. A step that memory doesn't
+suffice for is taken back and done again in smaller ones. A runner that raises anything else leaves the engine unusable:
+the exception goes to whoever stepped, who knows from `add` what was under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, MemoryShortageError
 from engine.intake import Announcement, EngineStats, Intake, refusal, run_requests
 from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
 from engine.sample.stop import StopMatcher
@@ -87,6 +88,7 @@ class Engine:
         self._answers: dict[str, _Answer] = {}
         self._output = StepOutput()
         self._is_broken = False
+        self._say = say
 
     def add(self, request: Request) -> None:
         """Queues a request. One that can't be run ends as an error completion; raises RequestError only for an id
@@ -118,10 +120,7 @@ class Engine:
             self._output = self._intake.take_held()
             self._take_in()
             plan = self.scheduler.schedule()
-            if plan is None:
-                ended = self.scheduler.take_finished()
-            else:
-                ended = self.scheduler.commit(plan, self._runner.execute(plan))
+            ended = self.scheduler.take_finished() if plan is None else self._execute(plan)
             self._complete(ended)
             if ended and not self.scheduler.has_work():
                 self.scheduler.check_integrity()
@@ -165,11 +164,22 @@ class Engine:
             output_tokens=counters.output_tokens,
             preemptions=counters.preemptions,
             mean_running=counters.chunks / max(counters.steps, 1),
+            shortages=counters.shortages,
         )
 
     def close(self) -> None:
         """Takes no more requests."""
         self._intake.close()
+
+    def _execute(self, plan: StepPlan) -> list[RunningSequence]:
+        try:
+            result = self._runner.execute(plan)
+        except MemoryShortageError:
+            if not self.scheduler.undo(plan):
+                raise
+            self._say(f"Memory did not suffice for a step of {plan.num_tokens} tokens; the next ones are smaller.")
+            return self.scheduler.take_finished()
+        return self.scheduler.commit(plan, result)
 
     def _take_in(self) -> None:
         for item in self._intake.take():
@@ -179,29 +189,55 @@ class Engine:
             if isinstance(item, Announcement):
                 self.scheduler.expect(item.name, item.expectation)
                 continue
-            self._answers[item.id] = _Answer(item, self._text, self._runner.eos_ids)
-            self.scheduler.add(item, self._context_tokens - len(item.prompt_ids))
+            self._start(item)
+
+    def _start(self, request: Request) -> None:
+        """Queues a request, unless what it resumes had come to its end already."""
+        answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids)
+        max_outputs = min(request.params.max_tokens, self._context_tokens - len(request.prompt_ids))
+        for count, token_id in enumerate(request.resume_ids, 1):
+            reason = answer.push(token_id) or (FinishReason.LENGTH if count >= max_outputs else None)
+            if reason is not None:
+                self._hand_out(request, request.resume_ids[:count], request.resume_hit_tokens, reason)
+                self._intake.done([request.id])
+                return
+        self.scheduler.add(request, max_outputs)
 
     def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
-        self._output.new_tokens.setdefault(seq.id, []).append(token_id)
+        new = self._output.new_tokens.setdefault(seq.id, [])
+        if not new and seq.num_known == seq.num_prompt_tokens + 1:
+            self._output.hit_tokens[seq.id] = seq.hit_tokens or 0
+        new.append(token_id)
         return self._answers[seq.id].push(token_id)
 
     def _complete(self, ended: list[RunningSequence]) -> None:
         for seq in ended:
             assert seq.finish_reason is not None, f"{seq.id} ended without a reason"
-            usage = Usage(seq.num_prompt_tokens, seq.hit_tokens or 0, len(seq.output_ids))
-            self._output.completions.append(
-                Completion(
-                    request_id=seq.id,
-                    token_ids=tuple(seq.output_ids),
-                    text=self._answers.pop(seq.id).text(),
-                    finish_reason=seq.finish_reason,
-                    usage=usage,
-                    error_code=seq.error_code,
-                    error_message=seq.error_message,
-                )
-            )
+            request = seq.request
+            hit_tokens = request.resume_hit_tokens if request.resume_ids else seq.hit_tokens or 0
+            self._hand_out(request, seq.output_ids, hit_tokens, seq.finish_reason, seq.error_code, seq.error_message)
         self._intake.done(seq.id for seq in ended)
+
+    def _hand_out(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        hit_tokens: int,
+        reason: FinishReason,
+        error_code: str | None = None,
+        error_message: str | None = None,
+    ) -> None:
+        self._output.completions.append(
+            Completion(
+                request_id=request.id,
+                token_ids=tuple(token_ids),
+                text=self._answers.pop(request.id).text(),
+                finish_reason=reason,
+                usage=Usage(len(request.prompt_ids), hit_tokens, len(token_ids)),
+                error_code=error_code,
+                error_message=error_message,
+            )
+        )
 
 
 class _Answer:

@@ -3,6 +3,7 @@
 EngineError
 ├── ConfigError          a setting that can't work; names the setting and what it allows
 ├── ModelError           a model that can't be found, read or served; the worker stops with this sentence
+├── MemoryShortageError  a step needs more memory than there is; a smaller one may do
 └── RequestError         a request that can't be run; costs that line alone
 """
 
@@ -19,6 +20,10 @@ class ConfigError(EngineError):
 
 class ModelError(EngineError):
     """A model can't be found, read or served."""
+
+
+class MemoryShortageError(EngineError):
+    """A step needs more memory than there is."""
 
 
 class RequestError(EngineError):

@@ -1,9 +1,10 @@
 """A deterministic engine without weights, for tests and for a dry system; it tells a witness what it runs.
 
-An answer is a function of prompt, seed and choice: words drawn by a hash, one word a token, never empty. Requests run
-oldest first, at most `max_running` at once, `tokens_per_s` output tokens a second (0: as fast as it can). The witness
-file gets one JSON line when a request begins to run and one when it ends: {"event": "start" | "end", "id", "t"}; so
-tests can count how often something was executed.
+An answer is a function of prompt, seed and choice: words drawn by a hash, one word a token, never empty. Requests begin
+oldest first, at most `max_running` at once, and share `tokens_per_s` output tokens a second in turn (0: as fast as it
+can). The witness file gets JSON lines: {"event": "start" | "end", "id", "t"} when a request begins to run and when it
+ends, so that tests can count how often something was executed, and {"event": "tokens", "tokens": {id: count}, "t"} for
+each step, so that they can count what was generated and see when. What a request resumes was not generated here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from engine.errors import MemoryShortageError
+from engine.faults import Faults
 from engine.intake import EngineStats, Intake, refusal, run_requests
 from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
+from engine.sched.limits import StepLimits
 from engine.text import TextModel
 
 # fmt: off
@@ -38,6 +43,7 @@ class _Job:
     finish_reason: FinishReason
     text: str
     num_done: int = field(default=0)
+    error: tuple[str, str] | None = None
 
 
 class FakeEngine:
@@ -51,19 +57,26 @@ class FakeEngine:
         tokens_per_s: float = 0,
         max_running: int = 256,
         step_tokens: int = 2048,
+        faults: Faults | None = None,
     ) -> None:
         self._vocab_size = text.meta.vocab_size if text is not None else 1 << 16
         self._context_tokens = text.meta.context_tokens if text is not None else 1 << 20
         self._tokens_per_s = tokens_per_s
         self._max_running = max_running
-        self._step_tokens = step_tokens if not tokens_per_s else max(1, min(step_tokens, int(tokens_per_s * _TICK_S)))
-        self._witness = witness.open("a", encoding="utf-8") if witness is not None else None
+        if tokens_per_s:
+            step_tokens = max(1, min(step_tokens, int(tokens_per_s * _TICK_S)))
+        self._limits = StepLimits(step_tokens=step_tokens, max_running=max_running)
+        self._faults = faults or Faults()
+        self._decode = text.tokenizer.decode if text is not None else None
+        # unbuffered: a line is one write, whole whatever other processes append and whenever this one is killed
+        self._witness = witness.open("ab", buffering=0) if witness is not None else None
         self._intake = Intake(
             lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
         )
         self._waiting: deque[Request] = deque()
         self._running: dict[str, _Job] = {}
-        self._steps = self._chunks = self._prompt_tokens = self._output_tokens = 0
+        self._paused: deque[_Job] = deque()  # begun, and put aside because memory ran short
+        self._steps = self._chunks = self._prompt_tokens = self._output_tokens = self._shortages = 0
 
     def add(self, request: Request) -> None:
         """As Engine.add."""
@@ -77,7 +90,7 @@ class FakeEngine:
         """As Engine.expect; without a cache there is nothing to keep."""
 
     def has_work(self) -> bool:
-        return bool(self._intake.has_work() or self._waiting or self._running)
+        return bool(self._intake.has_work() or self._waiting or self._paused or self._running)
 
     def num_unfinished(self) -> int:
         return self._intake.num_unfinished()
@@ -86,12 +99,17 @@ class FakeEngine:
         """Runs the oldest requests as far as one step's tokens go."""
         output = self._intake.take_held()
         self._take_in(output)
-        while self._waiting and len(self._running) < self._max_running:
-            self._start(self._waiting.popleft())
-        if self._running:
+        while len(self._running) < self._limits.max_running and (self._paused or self._waiting):
+            job = self._paused.popleft() if self._paused else self._start(self._waiting.popleft())
+            self._running[job.request.id] = job
+        if not self._faults.has_room(len(self._running)):
+            self._make_smaller()
+        elif self._running:
             self._steps += 1
             self._chunks += len(self._running)
             self._spend(output)
+            self._limits.observe_step()
+            self._faults.hold(self._output_tokens)
         self._intake.done(completion.request_id for completion in output.completions)
         return output
 
@@ -115,7 +133,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         """As Engine.stats; there are no blocks and no prefix cache."""
         return EngineStats(
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._paused),
             running=len(self._running),
             steps=self._steps,
             used_blocks=0,
@@ -126,6 +144,7 @@ class FakeEngine:
             output_tokens=self._output_tokens,
             preemptions=0,
             mean_running=self._chunks / max(self._steps, 1),
+            shortages=self._shortages,
         )
 
     def close(self) -> None:
@@ -142,32 +161,62 @@ class FakeEngine:
             elif isinstance(item, Request):
                 self._waiting.append(item)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request) -> _Job:
         self._prompt_tokens += len(request.prompt_ids)
-        self._running[request.id] = _answer(request, self._vocab_size, self._context_tokens)
-        self._testify("start", request.id)
+        job = _answer(request, self._vocab_size, self._context_tokens)
+        job.num_done = min(len(request.resume_ids), len(job.token_ids))
+        assert job.token_ids[: job.num_done] == list(request.resume_ids), f"{request.id} resumes another answer"
+        if self._faults.spoils(request.prompt_ids, self._decode):
+            job.error = ("invalid_logits", "The model's output for this request is not a number.")
+        self._testify({"event": "start", "id": request.id})
+        self._faults.strike(request.prompt_ids, self._decode)
+        return job
+
+    def _make_smaller(self) -> None:
+        """What a real engine does when memory ran short: all wait, and fewer go on together."""
+        self._shortages += 1
+        if not self._limits.lower(self._limits.step_tokens, len(self._running)):
+            raise MemoryShortageError("A step needs more memory than there is.")
+        self._paused.extendleft(reversed(self._running.values()))
+        self._running.clear()
 
     def _spend(self, output: StepOutput) -> None:
-        left = self._step_tokens
-        for job in list(self._running.values()):
-            share = min(left, len(job.token_ids) - job.num_done)
-            new = job.token_ids[job.num_done : job.num_done + share]
-            output.new_tokens[job.request.id] = new
+        left = self._limits.step_tokens
+        served: dict[str, int] = {}
+        for num_others, job in zip(reversed(range(len(self._running))), list(self._running.values()), strict=True):
+            share = min(max(left // (num_others + 1), 1), left, len(job.token_ids) - job.num_done)
+            request_id = job.request.id
+            if share:
+                served[request_id] = share
+                output.new_tokens[request_id] = job.token_ids[job.num_done : job.num_done + share]
+                if not job.num_done:
+                    output.hit_tokens[request_id] = 0
             job.num_done += share
             left -= share
-            if job.num_done == len(job.token_ids):
+            if job.error is not None:
+                self._end(job, FinishReason.ERROR, "", output)
+            elif job.num_done == len(job.token_ids):
                 self._end(job, job.finish_reason, job.text, output)
+            else:
+                self._running[request_id] = self._running.pop(request_id)  # the others come first next time
             if left == 0:
                 break
-        self._output_tokens += self._step_tokens - left
+        self._output_tokens += sum(served.values())
+        if served:
+            self._testify({"event": "tokens", "tokens": served})
         if self._tokens_per_s:
-            time.sleep((self._step_tokens - left) / self._tokens_per_s)
+            time.sleep(sum(served.values()) / self._tokens_per_s)
 
     def _abort(self, request_id: str, output: StepOutput) -> None:
         job = self._running.get(request_id)
         if job is not None:
             self._end(job, FinishReason.ABORT, "", output)
             return
+        for paused in self._paused:
+            if paused.request.id == request_id:
+                self._paused.remove(paused)
+                self._end(paused, FinishReason.ABORT, "", output)
+                return
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
@@ -175,20 +224,33 @@ class FakeEngine:
                 return
 
     def _end(self, job: _Job, reason: FinishReason, text: str, output: StepOutput) -> None:
-        del self._running[job.request.id]
-        self._testify("end", job.request.id)
+        self._running.pop(job.request.id, None)
+        self._testify({"event": "end", "id": job.request.id})
         token_ids = tuple(job.token_ids[: job.num_done])
-        output.completions.append(_completion(job.request, token_ids, text, reason))
+        output.completions.append(_completion(job.request, token_ids, text, reason, job.error))
 
-    def _testify(self, event: str, request_id: str) -> None:
+    def _testify(self, entry: dict[str, Any]) -> None:
         if self._witness is not None:
-            self._witness.write(json.dumps({"event": event, "id": request_id, "t": time.time()}) + "\n")
-            self._witness.flush()
+            self._witness.write(json.dumps({**entry, "t": time.time()}).encode() + b"\n")
 
 
-def _completion(request: Request, token_ids: tuple[int, ...], text: str, reason: FinishReason) -> Completion:
-    usage = Usage(len(request.prompt_ids), 0, len(token_ids))
-    return Completion(request_id=request.id, token_ids=token_ids, text=text, finish_reason=reason, usage=usage)
+def _completion(
+    request: Request,
+    token_ids: tuple[int, ...],
+    text: str,
+    reason: FinishReason,
+    error: tuple[str, str] | None = None,
+) -> Completion:
+    code, message = error or (None, None)
+    return Completion(
+        request_id=request.id,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=reason,
+        usage=Usage(len(request.prompt_ids), 0, len(token_ids)),
+        error_code=code if reason is FinishReason.ERROR else None,
+        error_message=message if reason is FinishReason.ERROR else None,
+    )
 
 
 def _answer(request: Request, vocab_size: int, context_tokens: int) -> _Job:

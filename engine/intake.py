@@ -17,7 +17,8 @@ from engine.request import Completion, Expectation, FinishReason, Request, StepO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Token counts are totals since the start; `computed_tokens` counts all work, recomputed or not."""
+    """A snapshot. Token counts are totals since the start; `computed_tokens` counts all work, recomputed or not.
+    `shortages` are steps for which memory didn't suffice and that were done again in smaller ones."""
 
     waiting: int
     running: int
@@ -30,6 +31,7 @@ class EngineStats:
     output_tokens: int
     preemptions: int
     mean_running: float
+    shortages: int = 0
 
 
 def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> RequestError | None:
@@ -130,6 +132,7 @@ class Intake:
             for request_id, token_ids in output.new_tokens.items():
                 self._held.new_tokens.setdefault(request_id, []).extend(token_ids)
             self._held.completions += output.completions
+            self._held.hit_tokens |= output.hit_tokens
 
     def done(self, request_ids: Iterable[str]) -> None:
         """These requests ended; their ids are free again."""

@@ -60,6 +60,10 @@ class Request:
     `prompt_ids` are token ids; `salt` separates prefix caches (one a project); `lane` is the priority class
     (0 is batch work, lower runs first); `adapter` is the digest of a LoRA adapter or "" and is part of the
     block key; `choice` numbers the answers to one prompt and is part of the randomness key.
+
+    `resume_ids` are output tokens that an earlier run of the same request generated: they are computed with the prompt,
+    count as output, and what follows is what the earlier run would have said. `resume_hit_tokens` is what that run's
+    cache held, so that the usage is its usage.
     """
 
     id: str
@@ -69,6 +73,8 @@ class Request:
     lane: int = 0
     adapter: str = ""
     choice: int = 0
+    resume_ids: Sequence[int] = ()
+    resume_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +112,12 @@ class Completion:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step brought: new tokens by request id (in order), and the requests that ended."""
+    """What one step brought: new tokens by request id (in order), and the requests that ended. `hit_tokens` comes with
+    the first token of a request: what its usage will show."""
 
     new_tokens: dict[str, list[int]] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
+    hit_tokens: dict[str, int] = field(default_factory=dict)
 
     def without(self, request_ids: Iterable[str]) -> StepOutput:
         """The same, but for these requests."""
@@ -117,4 +125,5 @@ class StepOutput:
         return StepOutput(
             {request_id: tokens for request_id, tokens in self.new_tokens.items() if request_id not in gone},
             [completion for completion in self.completions if completion.request_id not in gone],
+            {request_id: tokens for request_id, tokens in self.hit_tokens.items() if request_id not in gone},
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from engine.batch import build_inputs
 from engine.cache.pool import KVPool
 from engine.config import EngineConfig
+from engine.errors import MemoryShortageError
 from engine.kernels import Matrix, Say, choose
 from engine.load.meta import read_meta
 from engine.load.weights import load_weights, open_model
@@ -22,6 +24,7 @@ LOGIT_ROWS = 128
 """Rows whose logits exist at once: they are the widest tensors of a step."""
 
 _NOT_FINITE = "The model's output for this request is not a number."
+_NO_MEMORY = "DefaultCPUAllocator"  # torch has a type of its own for the accelerator's memory only
 
 
 class ModelRunner:
@@ -67,8 +70,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Freed blocks poisoned, blocks copied, KV written, wanted rows sampled.
 
-        A chunk that waits for a token its sequence failed to give in the last step fails with the same reason.
+        A chunk that waits for a token its sequence failed to give in the last step fails with the same reason. Raises
+        MemoryShortageError when memory doesn't suffice; nothing of the step counts then.
         """
+        with _shortage_told():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._prepare(plan)
         failed = {c.seq_id: self._last_failed[c.seq_id] for c in plan.chunks if self._is_orphan(c)}
         chunks = [chunk for chunk in plan.chunks if chunk.seq_id not in failed]
@@ -128,3 +136,16 @@ class ModelRunner:
             return ()
         ends = set(chunk.params.stop_token_ids) | (set() if chunk.params.ignore_eos else self.eos_ids)
         return tuple(token for token in ends if 0 <= token < self.vocab_size)
+
+
+@contextmanager
+def _shortage_told() -> Iterator[None]:
+    """Whatever says that memory ran out becomes a MemoryShortageError."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise MemoryShortageError("A step needs more memory than there is.") from error
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        raise MemoryShortageError("A step needs more memory than there is.") from error

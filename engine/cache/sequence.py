@@ -57,7 +57,7 @@ class Sequence:
     error_message: str | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_ids)
+        self.tokens = [*self.request.prompt_ids, *self.request.resume_ids]
 
     @property
     def id(self) -> str:
@@ -114,6 +114,12 @@ class Sequence:
         """Replaces the oldest placeholder."""
         assert self.num_unread, f"{self.id}: no token to read"
         self.tokens[len(self.tokens) - self.num_unread] = token_id
+        self.num_unread -= 1
+
+    def unsample(self) -> None:
+        """Takes the last placeholder away: the step that was to sample it wasn't computed."""
+        assert self.num_unread, f"{self.id}: no token to take back"
+        self.tokens.pop()
         self.num_unread -= 1
 
     def rewind(self) -> None:

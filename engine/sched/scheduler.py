@@ -33,6 +33,7 @@ from engine.request import Expectation, FinishReason, Request
 from engine.sched.budget import Load, StepBudget, least_outputs, predicted_peak_blocks
 from engine.sched.expected import ExpectedUses, block_uses
 from engine.sched.forecast import Forecast
+from engine.sched.limits import StepLimits
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
 
@@ -60,6 +61,7 @@ class Counters:
     recomputed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    shortages: int = 0
 
 
 class _Share(NamedTuple):
@@ -91,8 +93,7 @@ class Scheduler:
     ) -> None:
         self.counters = Counters()
         self._block_tokens = block_tokens
-        self._step_tokens = step_tokens
-        self._max_running = max_running
+        self._limits = StepLimits(step_tokens=step_tokens, max_running=max_running)
         self._judge = judge
         self._waiting = WaitingQueue()
         self._expected = ExpectedUses()
@@ -182,7 +183,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step. None: nothing to compute before a commit or an add."""
-        budget = StepBudget(self._step_tokens)
+        budget = StepBudget(self._limits.step_tokens)
         preemptions = self.counters.preemptions
         chunks: list[Chunk] = []
         shares: list[_Share] = []
@@ -216,6 +217,7 @@ class Scheduler:
         """Takes in what a step brought. Returns the sequences that ended since the last call."""
         step, shares = self._in_flight.popleft()
         assert step == plan.step, f"step {plan.step} is committed while step {step} is the oldest in flight"
+        self._may_admit |= self._limits.observe_step()
         for share in shares:
             seq = share.seq
             if seq.state is SequenceState.FINISHED:
@@ -228,6 +230,20 @@ class Scheduler:
             if share.samples:
                 self._read(seq, result.sampled[seq.id])
         return self.take_finished()
+
+    def undo(self, plan: StepPlan) -> bool:
+        """Takes back a step for which memory didn't suffice: all that run wait again, nothing is lost, and the next
+        steps are smaller. False: there is no smaller step."""
+        step, shares = self._in_flight.popleft()
+        assert step == plan.step, f"step {plan.step} is undone while step {step} is the oldest in flight"
+        assert not self._in_flight, "a step is undone while a later one is in flight"
+        for share in shares:
+            if share.samples:
+                share.seq.unsample()
+        for seq in reversed(self.running()):
+            self._preempt(seq)
+        self.counters.shortages += 1
+        return self._limits.lower(plan.num_tokens, len(plan.chunks))
 
     def take_finished(self) -> list[Sequence]:
         """Sequences that ended since the last call, by whatever reason."""
@@ -261,6 +277,8 @@ class Scheduler:
         seq = Sequence(request, request.lane * _LANE_STRIDE + self._arrivals, allowed)
         self._sequences[seq.id] = seq
         self.counters.prompt_tokens += seq.num_prompt_tokens
+        for num_outputs in range(1, seq.num_outputs + 1):  # of an answer that is resumed
+            self._forecast.observe_token(request, num_outputs)
         needed = self._tables.num_blocks_for(seq.num_prompt_tokens + least_outputs(request.params, allowed) - 1)
         if needed > self.num_blocks:
             self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", self._too_large(seq))
@@ -283,7 +301,7 @@ class Scheduler:
         return (
             parent.state is SequenceState.RUNNING
             and parent.committed_tokens >= prompt_tokens
-            and list(child.request.prompt_ids) == list(parent.request.prompt_ids)
+            and list(child.tokens) == list(parent.request.prompt_ids)
             and (child.request.salt, child.request.adapter) == (parent.request.salt, parent.request.adapter)
             and self._free_slots() >= child.decodes
             and self._fits(
@@ -293,7 +311,7 @@ class Scheduler:
 
     def _free_slots(self) -> int:
         """How many more sequences may decode."""
-        return self._max_running - sum(seq.decodes for seq in self._running)
+        return self._limits.max_running - sum(seq.decodes for seq in self._running)
 
     def _is_ready(self, seq: Sequence) -> bool:
         """A placeholder can only be computed in the step right after the one that samples it."""

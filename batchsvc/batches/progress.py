@@ -1,40 +1,80 @@
-"""How far a batch is: a share of its predicted work, and the few samples of it from which its rate is told.
+"""How far a batch is: a share of its predicted token work, and the few samples from which its rate is told.
 
-Work is counted in *predicted tokens*: a finished line counts what it was predicted to take, so that the shares of all
-lines add up to the whole however long the answers got; a sequence that still runs counts what it has generated. The
-last `MERGING_PPM` of a batch are for putting its results together. Who shows a share shows the most that was ever
-true (`batches.progress_ppm`): predictions may grow and parts may be found damaged, and nobody sees that as a step back.
+Work is counted in tokens: what finished lines took and what running sequences have generated is done; what is left is
+predicted, by the plan at first and by how the lines that ended compare with it later. Short answers end first, so they
+tell the least that is left; counting what still runs against those that ended tells the most, as if an answer that got
+far had as much before it as any other.
+
+The last `MERGING_PPM` of a batch are for putting its results together. Who shows a share shows the most that was ever
+true (`batches.progress_ppm`): predictions grow and parts may be found damaged, and nobody sees that as a step back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 WHOLE_PPM = 1_000_000
 MERGING_PPM = 20_000
 _RUNNING_PPM = WHOLE_PPM - MERGING_PPM
 _MOST_PPM = WHOLE_PPM - 1  # the last millionth is for the moment when the results can be read
-_MOST_RUNNING = 0.95  # of the work that is left: what runs may yet take longer than it was predicted to
+_LINES_OF_BELIEF = 4.0  # lines that have to end before they weigh as much as the plan's prediction
+_LEAST_LEFT = 0.05  # of what unfinished lines were predicted to take: they may be just before their end
 _MOST_SAMPLES = 24
 
 
 class Sample(NamedTuple):
-    """Predicted tokens of the work that was done at a time."""
+    """Tokens of the work that was done at a time."""
 
     at_ms: int
     tokens: int
 
 
-def done_tokens(*, est_tokens: int, finished_tokens: int, running_tokens: int) -> int:
-    """The work that is done of `est_tokens`: of finished lines, and of sequences that still run."""
-    left = max(0, est_tokens - finished_tokens)
-    return min(finished_tokens, est_tokens) + min(running_tokens, int(_MOST_RUNNING * left))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The work of a batch. The plan predicted `est_tokens` for its `lines`, and `finished_tokens` for those of them
+    that ended, which took `took_tokens`. Sequences under way have generated `running_tokens`."""
+
+    est_tokens: int
+    lines: int
+    finished_tokens: int = 0
+    took_tokens: int = 0
+    running_tokens: int = 0
+
+    @property
+    def done_tokens(self) -> int:
+        return self.took_tokens + self.running_tokens
+
+    @property
+    def ended_lines(self) -> float:
+        """How many lines of the usual size the finished ones are."""
+        return self.finished_tokens * self.lines / self.est_tokens if self.est_tokens else 0.0
+
+    @property
+    def line_tokens(self) -> float:
+        """What a line takes."""
+        return self.est_tokens / max(self.lines, 1) * self._stretch(0.0)
+
+    def left_tokens(self, caution: float = 0.5) -> float:
+        """What is left: the least that is likely at a caution of 0, the most at 1."""
+        unfinished = max(0, self.est_tokens - self.finished_tokens)
+        least = max(unfinished * self._stretch(0.0) - self.running_tokens, _LEAST_LEFT * unfinished)
+        return (1 - caution) * least + caution * max(unfinished * self._stretch(self.running_tokens), least)
+
+    def _stretch(self, running_tokens: float) -> float:
+        """How much longer than predicted lines get."""
+        belief = _LINES_OF_BELIEF * self.est_tokens / max(self.lines, 1)
+        expected = self.finished_tokens + belief
+        return (self.took_tokens + running_tokens + belief) / expected if expected else 1.0
 
 
-def running_ppm(*, done: int, of: int) -> int:
+def running_ppm(work: Work) -> int:
     """The share of a batch whose lines still run."""
-    return _RUNNING_PPM * min(done, of) // of if of > 0 else 0
+    left = work.left_tokens()
+    if left <= 0:
+        return _RUNNING_PPM
+    return int(_RUNNING_PPM * (work.done_tokens / (work.done_tokens + left)))
 
 
 def merging_ppm(*, merged_lines: int, total: int) -> int:

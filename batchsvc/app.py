@@ -43,7 +43,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     """The application on these settings. Opens no connection before the first request."""
     db = Database(settings.database_url, pool_size=_POOL)
     store = ObjectStore(settings)
-    checks, metrics = Checks(db, store, settings.redis_url), Metrics(db, settings.renew_s)
+    checks, metrics = Checks(db, store, settings.redis_url), Metrics(db, settings)
     context = Context(
         settings=settings,
         db=db,

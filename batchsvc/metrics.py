@@ -8,17 +8,21 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from batchsvc.batches import queries, unit_queries
+from batchsvc.batches import queries, scaling
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.waiting import alive_since_ms
+from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
+from batchsvc.settings import Settings
+
+_MODEL_LABELS = ("model", "model_digest")
 
 
 class SqlGauges(Collector):
     """State of the whole deployment; every API process shows the same."""
 
-    def __init__(self, db: Database, renew_s: float) -> None:
-        self._db, self._renew_s = db, renew_s
+    def __init__(self, db: Database, settings: Settings) -> None:
+        self._db, self._renew_s = db, settings.renew_s
+        self._night = Night.from_settings(settings)
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing, so that registering reads no database."""
@@ -27,30 +31,31 @@ class SqlGauges(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
-            claimable = unit_queries.claimable_by_model(session)
-            workers = queries.live_workers_by_model(session, alive_since_ms(session, self._renew_s))
+            demands = scaling.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
             batches.add_metric([status], statuses.get(status, 0))
-        yield batches
         units = GaugeMetricFamily(
-            "batchsvc_units_claimable", "Units that a worker could claim.", labels=["model_digest"]
+            "batchsvc_units_claimable", "Units that a worker could claim now.", labels=_MODEL_LABELS
         )
-        for digest, number in claimable.items():
-            units.add_metric([digest], number)
-        yield units
-        live = GaugeMetricFamily("batchsvc_workers_live", "Engine workers that are alive.", labels=["model_digest"])
-        for digest, number in workers.items():
-            live.add_metric([digest], number)
-        yield live
+        backlog = GaugeMetricFamily(
+            "batchsvc_backlog_seconds", "Time that one worker alone would need for what may run.", labels=_MODEL_LABELS
+        )
+        live = GaugeMetricFamily("batchsvc_workers_live", "Engine workers that are alive.", labels=_MODEL_LABELS)
+        for demand in demands:
+            labels = [demand.model, demand.digest]
+            units.add_metric(labels, demand.units_claimable)
+            backlog.add_metric(labels, demand.backlog_seconds)
+            live.add_metric(labels, demand.workers)
+        yield from (batches, units, backlog, live)
 
 
 class Metrics:
     """The registry of one process."""
 
-    def __init__(self, db: Database, renew_s: float) -> None:
+    def __init__(self, db: Database, settings: Settings) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(SqlGauges(db, renew_s))
+        self._registry.register(SqlGauges(db, settings))
 
     def text(self) -> bytes:
         """All metrics as text."""

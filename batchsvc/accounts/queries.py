@@ -14,6 +14,11 @@ def project(session: Session, project_id: str) -> Project | None:
     return session.get(Project, project_id)
 
 
+def projects(session: Session) -> list[Project]:
+    """All projects, oldest first."""
+    return list(session.scalars(select(Project).order_by(Project.created_ms, Project.id)))
+
+
 def locked_project(session: Session, project_id: str) -> Project:
     """One project, locked, though not against rows that refer to it."""
     found = select(Project).where(Project.id == project_id).with_for_update(key_share=True)

@@ -1,12 +1,12 @@
-"""Wire shapes of keys."""
+"""Wire shapes of keys and projects."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from batchsvc.accounts.tables import ApiKey
+from batchsvc.accounts.tables import ApiKey, Project
 
 
 class CreateKey(BaseModel):
@@ -17,6 +17,27 @@ class CreateKey(BaseModel):
     name: str
     project: str | None = None
     is_admin: bool = False
+
+
+class ChangeProject(BaseModel):
+    """Body of a change to a project; what isn't named stays. `quota_tokens: null` means the setting's quota again."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    weight: int = Field(default=1, ge=1, le=1_000)
+    quota_tokens: int | None = Field(default=None, ge=1, le=2**53)
+
+
+def project_object(row: Project) -> dict[str, Any]:
+    """A project, without its salt."""
+    return {
+        "id": row.id,
+        "object": "project",
+        "name": row.name,
+        "weight": row.weight,
+        "quota_tokens": row.quota_tokens,
+        "created_at": row.created_ms // 1000,
+    }
 
 
 def key_object(row: ApiKey) -> dict[str, Any]:

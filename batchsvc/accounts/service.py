@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -44,6 +45,22 @@ def project_of(session: Session, project: str) -> str:
         return project
     found = queries.project_named(session, project) or create_project(session, project)
     return found.id
+
+
+def change_project(session: Session, project: str, changes: Mapping[str, Any]) -> Project:
+    """Change the weight or the quota of a project that is given by id or by name."""
+    row = queries.project(session, project) or queries.project_named(session, project)
+    if row is None:
+        raise NotFoundError(f"There is no project {project}.", param="project")
+    for field, value in changes.items():
+        setattr(row, field, value)
+    session.flush()
+    return row
+
+
+def list_projects(session: Session) -> list[Project]:
+    """All projects, oldest first."""
+    return queries.projects(session)
 
 
 def locked_project(session: Session, project_id: str) -> Project:

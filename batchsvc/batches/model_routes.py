@@ -1,15 +1,16 @@
-"""Routes of models: list and retrieve for everybody; register, alias and unalias for the admin key."""
+"""Routes of models: list, retrieve and demand for everybody; register, alias and unalias for the admin key."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep, CallerDep
-from batchsvc.batches import models, queries
-from batchsvc.batches.schemas import CreateAlias, RegisterModel, model_object
+from batchsvc.batches import models, queries, scaling
+from batchsvc.batches.offpeak import Night
+from batchsvc.batches.schemas import CreateAlias, RegisterModel, demand_object, model_object
 from batchsvc.batches.tables import Model
 from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.errors import NotFoundError
@@ -33,6 +34,23 @@ def retrieve_model(_caller: CallerDep, context: ContextDep, name: str) -> dict[s
         if row is None:
             raise NotFoundError(f"The model '{name}' does not exist.", code="model_not_found", param="model")
         return _show(session, context, [row])[0]
+
+
+@router.get("/scaling")
+def show_demand(
+    _caller: CallerDep, context: ContextDep, model: Annotated[str | None, Query(max_length=255)] = None
+) -> dict[str, Any]:
+    """What the workers of a model could do now, for an autoscaler; without `model`, of each model."""
+    settings = context.settings
+    with context.db.reading() as session:
+        demands = scaling.demands(session, Night.from_settings(settings), settings.renew_s)
+        if model is None:
+            return {"object": "list", "data": [demand_object(demand) for demand in demands]}
+        row = models.resolve(session, model)
+    for demand in demands:
+        if row is not None and demand.digest == row.digest:
+            return demand_object(demand)
+    raise NotFoundError(f"The model '{model}' does not exist.", code="model_not_found", param="model")
 
 
 @router.post("/admin/models")

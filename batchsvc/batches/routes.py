@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 
 from batchsvc import failpoints, ids
 from batchsvc.accounts import idempotency
-from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.caller import AdminDep, CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
-from batchsvc.batches import service
+from batchsvc.batches import poison_queries, service
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
@@ -85,6 +85,20 @@ def cancel_batch(caller: CallerDep, context: ContextDep, batch_id: str) -> dict[
     if shown["status"] == Status.CANCELLING:
         context.dispatcher.finalize(batch_id)
     return shown
+
+
+@router.post("/admin/batches/{batch_id}/pause")
+def pause_batch(_admin: AdminDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
+    """Let no more units of a batch of any project run, until it is resumed. Its deadline stays."""
+    return context.db.run(
+        lambda session: _shown(session, context, [poison_queries.pause(session, batch_id, "by the operator")])[0]
+    )
+
+
+@router.post("/admin/batches/{batch_id}/resume")
+def resume_batch(_admin: AdminDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
+    """Let a paused batch of any project run on."""
+    return context.db.run(lambda session: _shown(session, context, [poison_queries.resume(session, batch_id)])[0])
 
 
 def _shown(session: Session, context: Context, rows: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.scaling import Demand
 from batchsvc.batches.tables import Batch, Model
 
 
@@ -127,6 +128,19 @@ def model_object(row: Model, target: Model | None, served: Mapping[str, int]) ->
         "context_tokens": real.context_tokens,
         "alias_of": row.alias_of,
         "workers": served.get(real.digest, 0),
+    }
+
+
+def demand_object(demand: Demand) -> dict[str, Any]:
+    """What a model's workers could do now, in numbers that a scaler divides by its target."""
+    return {
+        "object": "scaling",
+        "model": demand.model,
+        "digest": demand.digest,
+        "units_claimable": demand.units_claimable,
+        "backlog_tokens": demand.backlog_tokens,
+        "backlog_seconds": round(demand.backlog_seconds, 3),
+        "workers": demand.workers,
     }
 
 

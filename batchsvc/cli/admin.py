@@ -1,4 +1,4 @@
-"""Keys and models as an operator changes them: over a server's admin routes, or straight in the database.
+"""What an operator can change, over a server's admin routes or straight in the database.
 
 A data directory needs no running stack for it; `--from-env` means the database of the settings. Both twins return
 the API's own objects.
@@ -7,10 +7,11 @@ the API's own objects.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.target import select
@@ -20,10 +21,12 @@ from batchsvc.stack.launch import wait_until_usable
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+    from batchsvc.batches.tables import Batch
     from batchsvc.cli.client import Client
     from batchsvc.db.session import Database
 
 _PATIENCE_S = 300.0
+_RENEW_S = 5.0  # the setting's default; only what a shown batch waits for depends on it
 
 
 class Admin(Protocol):
@@ -34,6 +37,10 @@ class Admin(Protocol):
     def revoke_key(self, key_id: str) -> dict[str, Any]: ...
     def add_model(self, model: dict[str, Any]) -> dict[str, Any]: ...
     def alias(self, name: str, target: str) -> dict[str, Any]: ...
+    def list_projects(self) -> dict[str, Any]: ...
+    def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]: ...
+    def pause(self, batch_id: str) -> dict[str, Any]: ...
+    def resume(self, batch_id: str) -> dict[str, Any]: ...
 
 
 @contextmanager
@@ -93,6 +100,18 @@ class HttpAdmin:
     def alias(self, name: str, target: str) -> dict[str, Any]:
         return self._client.post("/admin/aliases", {"name": name, "target": target})
 
+    def list_projects(self) -> dict[str, Any]:
+        return self._client.get("/admin/projects")
+
+    def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post(f"/admin/projects/{quote(project, safe='')}", changes)
+
+    def pause(self, batch_id: str) -> dict[str, Any]:
+        return self._client.post(f"/admin/batches/{quote(batch_id, safe='')}/pause", {})
+
+    def resume(self, batch_id: str) -> dict[str, Any]:
+        return self._client.post(f"/admin/batches/{quote(batch_id, safe='')}/resume", {})
+
 
 class DatabaseAdmin:
     """The service's own database."""
@@ -139,6 +158,35 @@ class DatabaseAdmin:
             return model_object(row, models.resolve(session, target), {})
 
         return self._database.run(point)
+
+    def list_projects(self) -> dict[str, Any]:
+        from batchsvc.accounts import service
+        from batchsvc.accounts.schemas import project_object
+
+        with self._database.reading() as session:
+            return {"object": "list", "data": [project_object(row) for row in service.list_projects(session)]}
+
+    def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
+        from batchsvc.accounts import service
+        from batchsvc.accounts.schemas import ChangeProject, project_object
+
+        checked = ChangeProject(**changes).model_dump(exclude_unset=True)
+        return self._database.run(lambda session: project_object(service.change_project(session, project, checked)))
+
+    def pause(self, batch_id: str) -> dict[str, Any]:
+        from batchsvc.batches import poison_queries
+
+        return self._changed_batch(lambda session: poison_queries.pause(session, batch_id, "by the operator"))
+
+    def resume(self, batch_id: str) -> dict[str, Any]:
+        from batchsvc.batches import poison_queries
+
+        return self._changed_batch(lambda session: poison_queries.resume(session, batch_id))
+
+    def _changed_batch(self, change: Callable[[Session], Batch]) -> dict[str, Any]:
+        from batchsvc.batches import service
+
+        return self._database.run(lambda session: service.show(session, [change(session)], _RENEW_S)[0])
 
 
 def _database_of(directory: DataDir) -> Database:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from batchsvc.cli import doctor, jobs, keys, lifecycle, models, serve
+from batchsvc.cli import doctor, jobs, keys, lifecycle, models, operate, serve
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.run import run
 
@@ -55,3 +55,4 @@ app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
+app.add_typer(operate.app, name="admin")

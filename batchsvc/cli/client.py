@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,10 +63,12 @@ class Client:
     # -- batches -------------------------------------------------------------------------------------------------
 
     def create_batch(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Create a batch. A lost answer is asked for again; the header tells the server that it may know this one."""
+        """Create a batch. A lost answer is asked for again; the headers tell the server that it may know this one."""
+        key = secrets.token_hex(16)
         for attempt in range(_CREATE_ATTEMPTS):
+            headers = {"Idempotency-Key": key, "x-stainless-retry-count": str(attempt)}
             try:
-                return self._json("POST", "/batches", json=body, headers={"x-stainless-retry-count": str(attempt)})
+                return self._json("POST", "/batches", json=body, headers=headers)
             except CommandError as error:
                 if error.code != Exit.UNREACHABLE or attempt == _CREATE_ATTEMPTS - 1:
                     raise

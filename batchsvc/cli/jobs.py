@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,20 @@ from batchsvc.cli.options import (
     KeyOption,
     UrlOption,
 )
-from batchsvc.cli.run import ModelOption, NameOption, SkipOption, check_output, chosen_input, model_to_serve, start
+from batchsvc.cli.run import (
+    DEFAULT_WINDOW,
+    ModelOption,
+    NameOption,
+    PriorityOption,
+    QuotaOption,
+    SkipOption,
+    WindowOption,
+    check_output,
+    chosen_input,
+    extensions,
+    model_to_serve,
+    start,
+)
 from batchsvc.cli.target import absolute_model, names_itself, opened, select
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import ALL, CANCELLING, READING
@@ -38,6 +50,9 @@ def submit(
     name: NameOption = None,
     model: ModelOption = None,
     skip_invalid: SkipOption = False,
+    window: WindowOption = DEFAULT_WINDOW,
+    priority: PriorityOption = 0,
+    on_quota: QuotaOption = "wait",
     data_dir: DataDirOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
@@ -51,7 +66,8 @@ def submit(
     named = model or model_to_serve(target, source)
     is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
     with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
-        batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=None)
+        wishes = extensions(window=window, priority=priority, on_quota=on_quota, skip_invalid=skip_invalid)
+        batch = start(session, console, source, name=name, model=model, wishes=wishes, results=None)
         console.out(batch["id"])
         console.result(batch)
         if session.is_own:
@@ -121,7 +137,14 @@ def show(
         outcome.tell_problems(batch, console)
         return
     outcome.summary(batch, console, elapsed_s=outcome.elapsed_of(batch))
-    extra = {"Name": batch.get("name"), "Model": batch.get("model"), "Waiting for": batch.get("waiting_for")}
+    runs = batch.get("scheduled_for")
+    extra = {
+        "Name": batch.get("name"),
+        "Model": batch.get("model"),
+        "Priority": batch.get("priority"),
+        "Waiting for": batch.get("waiting_for"),
+        "Starts": outcome.local_time(runs) if runs else None,
+    }
     console.fields({name: value for name, value in extra.items() if value})
 
 
@@ -183,13 +206,12 @@ def cancel(
 
 def _row(batch: dict[str, Any]) -> dict[str, object]:
     counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
-    created = datetime.fromtimestamp(batch["created_at"], UTC).astimezone()
     return {
         "id": batch["id"],
         "status": batch["status"],
         "lines": f"{counts.get('completed', 0) + counts.get('failed', 0):,}/{counts.get('total', 0):,}",
         "failed": f"{counts.get('failed', 0):,}",
         "cost": format_dollars(usage["cost_nanos"]) if "cost_nanos" in usage else "",
-        "created": created.strftime("%Y-%m-%d %H:%M"),
+        "created": outcome.local_time(batch["created_at"]),
         "name": batch.get("name") or "",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.outcome import local_time
 
 app = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.", rich_markup_mode=None)
 
@@ -52,8 +52,8 @@ def list_keys(
         {
             **row,
             "admin": "yes" if row["is_admin"] else "",
-            "created": _day(row["created_at"]),
-            "revoked": _day(row["revoked_at"]) if row["revoked_at"] else "",
+            "created": local_time(row["created_at"]),
+            "revoked": local_time(row["revoked_at"]) if row["revoked_at"] else "",
         }
         for row in page["data"]
     ]
@@ -75,7 +75,3 @@ def revoke(
         ended = admin.revoke_key(key_id)
     console.out(f"{ended['id']} ({ended['name']}) is revoked.")
     console.result(ended)
-
-
-def _day(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")

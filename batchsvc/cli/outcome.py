@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from batchsvc.cli.console import Console
@@ -75,6 +76,11 @@ def summary(
     if results:
         says["Results"] = results
     console.fields(says)
+
+
+def local_time(seconds: int) -> str:
+    """A time of the API as the user's clock shows it."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def elapsed_of(batch: dict[str, Any]) -> float | None:

@@ -6,7 +6,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 import typer
@@ -30,6 +30,16 @@ NameOption = Annotated[
     str | None, typer.Option("--name", metavar="N", help="Name of the batch; the same name and input go on with it.")
 ]
 SkipOption = Annotated[bool, typer.Option("--skip-invalid", help="Turn broken lines into error lines.")]
+WindowOption = Annotated[
+    str, typer.Option("--window", metavar="W", help="How long the batch may take, of those that the server offers.")
+]
+PriorityOption = Annotated[
+    int, typer.Option("--priority", min=-10, max=10, help="Among your own batches: higher ones run first.")
+]
+QuotaOption = Annotated[
+    Literal["wait", "fail"], typer.Option("--on-quota", help="What the batch does while your token quota is full.")
+]
+DEFAULT_WINDOW = "24h"
 
 
 def run(
@@ -42,6 +52,9 @@ def run(
     name: NameOption = None,
     model: ModelOption = None,
     skip_invalid: SkipOption = False,
+    window: WindowOption = DEFAULT_WINDOW,
+    priority: PriorityOption = 0,
+    on_quota: QuotaOption = "wait",
     allow_errors: AllowErrorsOption = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
@@ -64,7 +77,8 @@ def run(
     with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
         batch: dict[str, Any] | None = None
         try:
-            batch = start(session, console, source, name=name, model=model, skip_invalid=skip_invalid, results=path)
+            wishes = extensions(window=window, priority=priority, on_quota=on_quota, skip_invalid=skip_invalid)
+            batch = start(session, console, source, name=name, model=model, wishes=wishes, results=path)
             before, started = batch, time.monotonic()
             batch = follow(session.client, batch, console, check=partial(served.check, session))
             elapsed_s = time.monotonic() - started
@@ -94,25 +108,33 @@ def start(
     *,
     name: str | None,
     model: str | None,
-    skip_invalid: bool,
+    wishes: dict[str, Any],
     results: Path | None,
 ) -> dict[str, Any]:
     """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it does."""
-    on_invalid = "skip" if skip_invalid else "fail"
     if model:
         console.say(f"Every line runs on {model}: --model overrides the model that the file names.")
     sha256 = attach.sha256_of(source)
     if results is not None:
-        wish = attach.Wish(sha256=sha256, name=name, model=model, on_invalid=on_invalid, has_results=results.exists())
+        wish = attach.Wish(
+            sha256=sha256, name=name, model=model, on_invalid=wishes["on_invalid"], has_results=results.exists()
+        )
         if found := attach.find(session.client, wish):
             console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
             return found
     try:
-        return _create(session, console, source, sha256=sha256, name=name, model=model, on_invalid=on_invalid)
+        return _create(session, console, source, sha256=sha256, name=name, model=model, wishes=wishes)
     except ApiError as error:
         if error.status in (400, 413, 415, 422):
             raise CommandError(error.message, Exit.REFUSED) from error
         raise
+
+
+def extensions(*, window: str, priority: int, on_quota: str, skip_invalid: bool) -> dict[str, Any]:
+    """The window, and those of our extensions that aren't as usual: another server need not know them."""
+    unusual: dict[str, Any] = {"priority": priority} if priority else {}
+    unusual |= {"on_quota": on_quota} if on_quota != "wait" else {}
+    return {"completion_window": window, "on_invalid": "skip" if skip_invalid else "fail", **unusual}
 
 
 def _create(
@@ -123,16 +145,15 @@ def _create(
     sha256: str,
     name: str | None,
     model: str | None,
-    on_invalid: str,
+    wishes: dict[str, Any],
 ) -> dict[str, Any]:
     uploaded = session.client.upload(source, _upload_progress(console, source.stat().st_size))
     metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
     body: dict[str, Any] = {
         "input_file_id": uploaded["id"],
         "endpoint": ENDPOINT,
-        "completion_window": "24h",
         "metadata": metadata,
-        "on_invalid": on_invalid,
+        **wishes,
     }
     body |= {key: value for key, value in (("name", name), ("model", model)) if value}
     batch = session.client.create_batch(body)

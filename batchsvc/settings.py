@@ -68,6 +68,9 @@ class Settings(BaseSettings):
     )
     fake_witness: str | None = Field(default=None, description="file to which the fake engine logs every line it runs")
     fake_tokens_per_s: float = Field(default=0, ge=0, description="speed of the fake engine; 0 is as fast as it can")
+    fake_faults: str = Field(
+        default="", description="how the fake engine misbehaves: oom:N, hang:N, nan:WORD, die:WORD, joined by ;"
+    )
     weight_format: Literal["auto", "int8", "bf16", "float32"] = Field(
         default="auto",
         description="weights in the engine; auto: int8 where it costs the model next to nothing, else bf16",
@@ -114,6 +117,9 @@ class Settings(BaseSettings):
     waiting_requests: int = Field(default=512, ge=1, description="requests that a worker holds beyond the running ones")
     spool_bytes: int = Field(
         default=64 * 1024 * 1024, ge=1024, description="most bytes of a spool bucket while merging"
+    )
+    hung_s: float = Field(
+        default=60, gt=0, description="after this time without progress, an engine that has work counts as crashed"
     )
     term_grace_s: float = Field(default=30, gt=0, description="time to drain after SIGTERM")
     garbage_grace_s: float = Field(default=86_400, ge=0, description="age at which an orphan object is deleted")

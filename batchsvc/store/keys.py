@@ -26,6 +26,11 @@ def part(batch_id: str, epoch: int, part_id: str) -> str:
     return f"batch/{batch_id}/part/{epoch}-{part_id}.jsonl.zst"
 
 
+def progress_of(batch_id: str, unit_id: str, epoch: int, no: int) -> str:
+    """Unfinished sequences of one unit (JSON, zstd), as its owner of this epoch saved them for the `no`-th time."""
+    return f"batch/{batch_id}/progress/{unit_id}/{epoch}-{no}.json.zst"
+
+
 def window_lines(batch_id: str, plan_epoch: int, no: int) -> str:
     """Line numbers and custom_ids of a window, for the lines that never ran."""
     return f"batch/{batch_id}/window/{plan_epoch}-{no}.lines"

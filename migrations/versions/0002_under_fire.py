@@ -1,4 +1,4 @@
-"""What the service under fire needs: marks of damaged objects, predicted work.
+"""What the service under fire needs: marks of damaged objects, predicted work, unfinished sequences.
 
 Every column has a server default, so that rows of running batches stay valid and old processes go on inserting.
 """
@@ -42,6 +42,9 @@ def upgrade() -> None:
     op.add_column("parts", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
     op.add_column("units", sa.Column("running_tokens", BIG, nullable=False, server_default="0"))
     op.add_column("units", sa.Column("running_lines", BIG, nullable=False, server_default="0"))
+    # unfinished sequences
+    op.add_column("units", sa.Column("resume_key", sa.String(512), nullable=True))
+    op.add_column("units", sa.Column("resume_sha256", sa.String(64), nullable=True))
     # quota in tokens of a project's unfinished batches; null: the setting's
     op.add_column("projects", sa.Column("quota_tokens", BIG, nullable=True))
     op.add_column("batches", sa.Column("has_quota", sa.Boolean(), nullable=False, server_default=sa.true()))
@@ -84,7 +87,8 @@ def upgrade() -> None:
     op.add_column("units", sa.Column("is_suspect", sa.Boolean(), nullable=False, server_default=sa.false()))
     for name, table, columns, condition in CLAIM_INDICES:
         where = sa.text(condition) if condition else None
-        op.create_index(name, table, columns, sqlite_where=where, postgresql_where=where)
+        number = sa.text("is_suspect = 1") if condition == "is_suspect" else where
+        op.create_index(name, table, columns, sqlite_where=number, postgresql_where=where)
 
 
 def downgrade() -> None:
@@ -108,6 +112,8 @@ def downgrade() -> None:
     op.drop_column("batches", "on_quota")
     op.drop_column("batches", "has_quota")
     op.drop_column("projects", "quota_tokens")
+    op.drop_column("units", "resume_sha256")
+    op.drop_column("units", "resume_key")
     op.drop_column("units", "running_lines")
     op.drop_column("units", "running_tokens")
     op.drop_column("parts", "est_tokens")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import httpx
 import orjson
 import redis
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import models, part_file
@@ -329,8 +329,8 @@ class Cluster:
 
     def num_done(self, job: Job) -> int:
         """Lines that count so far."""
-        with self.db.reading() as session:
-            return int(session.scalar(select(func.coalesce(func.sum(Unit.num_done), 0)).where(Unit.batch_id == job.id)))
+        batch = self.batch(job)
+        return batch.completed + batch.failed
 
     def holds(self, process: Process, job: Job | None = None) -> list[Unit]:
         """The units that a worker has leased."""

@@ -45,8 +45,7 @@ def test_row_60_cancelled_at_a_point(cluster: Cluster, judge: Judge, tmp_path: P
     role, ends = POINTS[failpoint]
     gate = tmp_path / "gate"
     held = {role: f"{failpoint}=wait:{gate}@1"}
-    for name in ("control", "engine"):
-        cluster.start(name, failpoints=held.get(name, ""))
+    control, _ = (cluster.start(name, failpoints=held.get(name, "")) for name in ("control", "engine"))
     job = cluster.submit(60)
     cluster.until(lambda: cluster.passed(failpoint), "the point is reached")
     first = cluster.cancel(job)
@@ -54,6 +53,8 @@ def test_row_60_cancelled_at_a_point(cluster: Cluster, judge: Judge, tmp_path: P
     assert (first.status_code, again.status_code) == (200, 200), first.text + again.text
     gate.touch()
     assert cluster.wait(job, "cancelled", "completed") in ends
+    if failpoint in ("plan.claimed", "window.stored"):
+        cluster.until(lambda: "batch.planned" in control.text(), "the planner has noticed")
     assert_sums(cluster, job)
     judge(job)
     late = cluster.cancel(job)

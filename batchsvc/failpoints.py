@@ -28,6 +28,7 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                worker.draining   a drain has begun
     finalizer  batch.sealed      the batch is sealed and its `fin_epoch` taken
                window.merged     a window's rows are in the streams
+               part.voided       a damaged part doesn't count any more, others may not be found yet
                output.stored     a result object is complete
                batch.publishing  all is stored, nothing is published
                batch.published   the batch has ended, nobody was told

@@ -1,50 +1,65 @@
 """Task `batch.finalize`: from the parts of a sealed batch to its output and error file, in input order, published once.
 
-1. Take the right to finalize (`fin_epoch` + 1, a lease); this seals the batch the first time.
+1. Take the right to finalize (`fin_epoch` + 1, a lease that a thread renews); this seals the batch the first time.
 2. Clear away what earlier attempts have begun: every attempt starts over, under keys of its own epoch.
 3. Window by window: fetch the parts, check each against its sha256, spool, add what never ran as error lines, and
    append all rows in line order to the two streams.
 4. Check the counts, then publish by compare-and-set. Who was overtaken publishes nothing and discards its objects.
 
-Killed anywhere, it leaves a lease that runs out, and the reaper sends the task again.
+A part that is missing or damaged is taken back at once (finalize_queries tells how); the attempt then only looks
+through the other parts, so that all damage is found in one pass, and gives the batch back until its lines are there
+again. While the store doesn't answer, an attempt waits for it. Killed anywhere, it leaves a lease that runs out, and
+the reaper sends the task again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import structlog
+from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
 from batchsvc.batches import finalize_queries, part_file, reaper_queries, window_file
-from batchsvc.batches.finalize_queries import Finalizing, PartToMerge, ResultFile, WindowToMerge
+from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
+from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.part_file import PartLine
-from batchsvc.clock import monotonic_s
+from batchsvc.batches.part_file import PartRows
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
-from workers.merge import WindowSpool
-from workers.stream import ResultStream, StreamedObject
+from workers.finished import DamagedPart, PartReader, checked
+from workers.merge import Numbers, WindowSpool
+from workers.patience import Patience
+from workers.stream import ResultStream, StreamedObject, UploadLostError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _KINDS = ("output", "error")
+_PATIENCE_S = 60.0  # that a store may be silent
 _NEVER_RAN = {
     Status.CANCELLED: ("batch_cancelled", "This request was not run before the batch was cancelled."),
     Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
+    Status.COMPLETED: (
+        "unit_unreadable",
+        "The stored work of this request is damaged and could not be rebuilt from the input file.",
+    ),
 }
 
 log = structlog.get_logger(__name__)
 
 
-class OvertakenError(Exception):
-    """Another finalizer has the batch now."""
-
-
 class DamagedError(Exception):
     """What is stored doesn't fit what was counted; nothing is published over it."""
+
+
+class _StoppedError(Exception):
+    """The process ends, or lines have to be run again first: the batch is given back."""
 
 
 class Finalizer:
@@ -78,13 +93,15 @@ class Finalizer:
         attempt = _Attempt(self._settings, self._db, self._store, lease, self._spool_directory, self._is_stopping)
         try:
             published = attempt.run()
-        except OvertakenError:
+        except (LeaseLostError, _StoppedError, UploadLostError) as error:
+            log.info("batch.not_finalized", batch=batch_id, epoch=lease.epoch, error=type(error).__name__)
             published = False
+        finally:
+            attempt.close()
         if published:
             failpoints.reach("batch.published")
             log.info("batch.ended", batch=batch_id, status=lease.why)
         else:
-            log.warning("batch.overtaken", batch=batch_id, epoch=lease.epoch)
             attempt.discard()
         return published
 
@@ -107,50 +124,57 @@ class _Attempt:
         self._lease = lease
         self._spool_directory = spool_directory
         self._is_stopping = is_stopping
-        self._kept_s = monotonic_s()
+        self._kept = KeptLease(self._renew, settings.renew_s)
+        persist = Patience(_PATIENCE_S, self._check)
+        self._fetch: Callable[[str], bytes] = lambda key: persist(lambda: store.get(key))
+        self._is_sound = True  # nothing damaged was found
+        self._num_merged = 0
         self._uploads: list[list[str]] = []
         self._streams = {
-            kind: ResultStream(store, keys.output(lease.batch_id, lease.epoch, kind), on_upload=self._note_upload)
+            kind: ResultStream(
+                store,
+                keys.output(lease.batch_id, lease.epoch, kind),
+                on_upload=self._note_upload,
+                persist=persist,
+            )
             for kind in _KINDS
         }
 
     def run(self) -> bool:
-        """Merge and publish. False or OvertakenError: somebody else does it."""
-        self._clear_earlier()
-        with self._db.reading() as session:
-            windows = finalize_queries.windows(session, self._lease.batch_id)
-        for window in windows:
-            self._merge(window)
-            failpoints.reach("window.merged")
-        completed, failed = (self._streams[kind].num_lines for kind in _KINDS)
-        if completed + failed != self._lease.total:
-            raise DamagedError(f"{completed + failed} lines were merged, but the batch has {self._lease.total}.")
-        self._keep(at_once=True)
-        results = []
-        for kind, stream in self._streams.items():
-            done = stream.finish()
-            if done is not None:
-                failpoints.reach("output.stored")
-                results.append(_result(kind, done))
-        failpoints.reach("batch.publishing")
-        return self._db.run(
-            lambda session: finalize_queries.publish(
-                session,
-                self._lease.batch_id,
-                self._lease.epoch,
-                results,
-                completed=completed,
-                failed=failed,
-                file_ttl_s=self._settings.file_ttl_s,
+        """Merge and publish. False or one of several errors: the batch waits, or somebody else does it."""
+        with self._kept:
+            self._clear_earlier()
+            with self._db.reading() as session:
+                windows = finalize_queries.windows(session, self._lease.batch_id)
+            with PartReader(self._fetch) as reader:
+                for window in windows:
+                    self._merge(window, reader)
+                    failpoints.reach("window.merged")
+            if not self._is_sound:
+                raise _StoppedError
+            completed, failed = (self._streams[kind].num_lines for kind in _KINDS)
+            if completed + failed != self._lease.total:
+                raise DamagedError(f"{completed + failed} lines were merged, but the batch has {self._lease.total}.")
+            self._check()
+            results = [_result(kind, done) for kind, stream in self._streams.items() if (done := stream.finish())]
+            failpoints.reach("batch.publishing")
+            file_ttl_s = self._settings.file_ttl_s
+            return self._fenced(
+                finalize_queries.publish, results, completed=completed, failed=failed, file_ttl_s=file_ttl_s
             )
-        )
+
+    def close(self) -> None:
+        """End the threads, whatever came of the attempt."""
+        for stream in self._streams.values():
+            stream.close()
 
     def discard(self) -> None:
-        """Throw away what this attempt has stored."""
+        """Throw away what this attempt has stored, and let somebody else have the batch."""
         for stream in self._streams.values():
             stream.abort()
         stored = [stream.key for stream in self._streams.values()]
         self._db.run(lambda session: reaper_queries.discard(session, stored))
+        self._fenced(finalize_queries.give_up)
 
     def _clear_earlier(self) -> None:
         for state in self._lease.stale:
@@ -161,66 +185,76 @@ class _Attempt:
         ]
         self._db.run(lambda session: reaper_queries.discard(session, earlier))
 
-    def _merge(self, window: WindowToMerge) -> None:
+    def _merge(self, window: WindowToMerge, reader: PartReader) -> None:
         with self._db.reading() as session:
             parts = finalize_queries.parts(session, self._lease.batch_id, window.no)
         with WindowSpool(self._settings.spool_bytes, self._spool_directory) as spool:
-            for part in parts:
-                spool.add(self._fetch(part))
-                self._keep()
-            spool.add(self._never_ran(window, spool.line_nos()))
-            for line in spool.merged():
-                self._streams["output" if line.is_ok else "error"].append(line.row)
-                self._keep()
+            for found in reader.read(parts):
+                self._check()
+                if isinstance(found, DamagedPart):
+                    self._void(found)
+                elif self._is_sound:
+                    spool.add(found)
+            if self._is_sound and (missing := self._never_ran(window, spool.line_nos())) is not None:
+                spool.add(missing)
+            if not self._is_sound:
+                return
+            for bucket in spool.merged():
+                self._streams["output"].append(bucket.output)
+                self._streams["error"].append(bucket.error)
+                self._num_merged += bucket.output.num_lines + bucket.error.num_lines
+                self._check()
 
-    def _fetch(self, part: PartToMerge) -> list[PartLine]:
-        data = self._store.get(part.s3_key)
-        if hashlib.sha256(data).hexdigest() != part.sha256:
-            raise DamagedError(f"The object {part.s3_key} isn't what was counted: its sha256 differs.")
-        lines = part_file.decode(data)
-        num_ok = sum(line.is_ok for line in lines)
-        if (num_ok, len(lines) - num_ok) != (part.lines_ok, part.lines_err):
-            raise DamagedError(f"The object {part.s3_key} holds other lines than were counted.")
-        return lines
+    def _void(self, damaged: DamagedPart) -> None:
+        part = damaged.part
+        log.error(
+            "part.damaged", batch=self._lease.batch_id, part=part.id, key=part.s3_key, reason=damaged.reason,
+            lines=part.lines_ok + part.lines_err,
+        )  # fmt: skip
+        self._is_sound = False
+        if not self._fenced(finalize_queries.void_part, part.id):
+            raise LeaseLostError
+        failpoints.reach("part.voided")
 
-    def _never_ran(self, window: WindowToMerge, finished: set[int]) -> list[PartLine]:
-        """Error lines for what a cancelled or expired batch has left undone."""
-        if len(finished) == window.num_lines:
-            return []
-        if self._lease.why not in _NEVER_RAN:
+    def _never_ran(self, window: WindowToMerge, finished: Numbers) -> PartRows | None:
+        """Error lines for what a cancelled or expired batch has left undone, and for work that was lost."""
+        num_missing = window.num_lines - len(finished)
+        if num_missing == 0:
+            return None
+        if self._lease.why == Status.COMPLETED and num_missing != window.num_lost:
             raise DamagedError(f"Window {window.no} has {len(finished)} results for {window.num_lines} lines.")
+        data = checked(self._fetch, window.line_nos_key, window.line_nos_sha256)
+        if isinstance(data, str):
+            log.error("window.damaged", batch=self._lease.batch_id, key=window.line_nos_key, reason=data)
+            self._is_sound = False
+            self._fenced(finalize_queries.return_window, window.no)
+            return None
         code, message = _NEVER_RAN[self._lease.why]
-        lines = window_file.read(self._store.get(window.line_nos_key))
-        return [
-            PartLine(
-                line_no=line_no,
-                is_ok=False,
-                row=part_file.error_row(
-                    batch_id=self._lease.batch_id, line_no=line_no, custom_id=custom_id, code=code, message=message
-                ),
-            )
-            for line_no, custom_id in zip(lines.line_nos, lines.custom_ids, strict=True)
-            if line_no not in finished
-        ]
+        lines, done = window_file.read(data), set(finished.tolist())
+        missing = [pair for pair in zip(lines.line_nos, lines.custom_ids, strict=True) if pair[0] not in done]
+        error_row = partial(part_file.error_row, batch_id=self._lease.batch_id, code=code, message=message)
+        rows = [error_row(line_no=line_no, custom_id=custom_id) for line_no, custom_id in missing]
+        return part_file.error_rows([line_no for line_no, _ in missing], rows)
 
     def _note_upload(self, key: str, upload_id: str) -> None:
         self._uploads.append([key, upload_id])
-        state = {"uploads": self._uploads}
-        batch_id, epoch = self._lease.batch_id, self._lease.epoch
-        self._db.run(lambda session: finalize_queries.save_segment(session, batch_id, epoch, 0, state))
+        self._fenced(finalize_queries.save_segment, 0, {"uploads": self._uploads})
 
-    def _keep(self, *, at_once: bool = False) -> None:
-        """Prolong the lease now and then. Raises OvertakenError when it isn't ours any more."""
-        if not at_once and monotonic_s() - self._kept_s < self._settings.renew_s:
-            return
-        batch_id, epoch, lease_s = self._lease.batch_id, self._lease.epoch, self._settings.lease_s
+    def _renew(self) -> bool:
+        return self._fenced(finalize_queries.keep, self._settings.lease_s, self._num_merged)
+
+    def _check(self) -> None:
+        """Raise when this attempt must not go on."""
         if self._is_stopping():
-            self._db.run(lambda session: finalize_queries.give_up(session, batch_id, epoch))
-            raise OvertakenError("This process ends.")
-        if not self._db.run(lambda session: finalize_queries.keep(session, batch_id, epoch, lease_s)):
-            raise OvertakenError("The lease is someone else's.")
-        self._kept_s = monotonic_s()
+            raise _StoppedError
+        self._kept.check()
+
+    def _fenced(self, work: Callable[Concatenate[Session, str, int, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a query that names this attempt, in a transaction of its own."""
+        batch_id, epoch = self._lease.batch_id, self._lease.epoch
+        return self._db.run(lambda session: work(session, batch_id, epoch, *args, **kwargs))
 
 
 def _result(kind: str, done: StreamedObject) -> ResultFile:
+    failpoints.reach("output.stored")
     return ResultFile(kind=kind, s3_key=done.s3_key, etag=done.etag, sha256=done.sha256, size_bytes=done.size_bytes)

@@ -1,44 +1,51 @@
-"""Merging a window: lines of its parts, in whatever order, become rows of the output and error stream in input order.
+"""Merging a window: the rows of its parts, in whatever order, become output and error rows in input order.
 
-The parts of a window are copied into one spool file on local disk, while numbers, places and lengths of their rows
-are kept in arrays. Then the window is cut, in line order, into buckets of at most `bucket_bytes`; each is read and
-sorted in memory. So memory holds one bucket and 25 bytes a line, whatever the size of the window.
+A window's parts are kept as texts, in memory as long as they fit one bucket, else in one temporary file on local
+disk, while numbers and places of their rows are kept in arrays. Then the window is cut, in line order, into buckets
+of at most `bucket_bytes`; each is read and put in order in memory. So memory holds one bucket, twice, and 40 bytes a
+line, whatever the size of the window. Rows are never parsed here, only cut out and joined.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from batchsvc.batches.part_file import PartLine
+from batchsvc.batches.part_file import PartRows
 
-_COPY_BYTES = 1 << 20
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True)
-class MergedLine:
-    """A row and the stream it belongs to."""
+class Rows(NamedTuple):
+    """Rows of one stream, each with its newline."""
 
-    line_no: int
-    is_ok: bool
-    row: bytes
+    data: bytes
+    num_lines: int
+
+
+class MergedBucket(NamedTuple):
+    """The next rows in line order, by stream."""
+
+    output: Rows
+    error: Rows
 
 
 class WindowSpool:
-    """The lines of one window on local disk. Use as a context manager: the file is deleted at the end."""
+    """The rows of one window. Use as a context manager: what is on disk is deleted at the end."""
 
     def __init__(self, bucket_bytes: int, directory: Path | None = None) -> None:
         self._bucket_bytes = bucket_bytes
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=_COPY_BYTES)  # noqa: SIM115  closed in __exit__
-        self._line_nos: list[int] = []
-        self._oks: list[bool] = []
-        self._lengths: list[int] = []
+        self._directory = directory
+        self._texts: list[bytes] = []  # what isn't in the file
+        self._size_bytes = 0
+        self._file: BinaryIO | None = None
+        self._places: list[PartRows] = []  # without their texts, in coordinates of all texts together
 
     def __enter__(self) -> WindowSpool:
         return self
@@ -46,41 +53,68 @@ class WindowSpool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def add(self, lines: Iterable[PartLine]) -> None:
-        """Keep finished lines; the order doesn't matter."""
-        for line in lines:
-            self._file.write(line.row)
-            self._line_nos.append(line.line_no)
-            self._oks.append(line.is_ok)
-            self._lengths.append(len(line.row))
+    def add(self, rows: PartRows) -> None:
+        """Keep rows; the order doesn't matter."""
+        base = self._size_bytes
+        self._texts.append(rows.text)
+        self._size_bytes += len(rows.text)
+        self._places.append(rows._replace(text=b"", starts=rows.starts + base, ends=rows.ends + base))
+        if self._size_bytes > self._bucket_bytes:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115  see __exit__
+            for text in self._texts:
+                _write(self._file, text)
+            self._texts.clear()
 
-    def line_nos(self) -> set[int]:
-        """Numbers of the lines that are here. Raises ValueError if one is here twice."""
-        found = set(self._line_nos)
-        if len(found) != len(self._line_nos):
+    def line_nos(self) -> Numbers:
+        """Numbers of the lines that are here, ascending. Raises ValueError if one is here twice."""
+        found = np.sort(self._joined("line_nos", np.int64))
+        if (found[1:] == found[:-1]).any():
             raise ValueError("A line has two results.")
         return found
 
-    def merged(self) -> Iterator[MergedLine]:
-        """All lines in line order."""
-        line_nos = np.array(self._line_nos, np.int64)
-        lengths = np.array(self._lengths, np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]]) if len(lengths) else lengths
-        order = np.argsort(line_nos, kind="stable")
-        self._file.flush()
-        for start, stop in _buckets(lengths[order], self._bucket_bytes):
-            bucket = order[start:stop]
-            rows: dict[int, bytes] = {}
-            for index in np.sort(bucket):  # in file order, so that the disk is read forwards
-                self._file.seek(int(offsets[index]))
-                rows[int(index)] = self._file.read(int(lengths[index]))
-            for index in bucket:
-                yield MergedLine(int(line_nos[index]), self._oks[index], rows[int(index)])
+    def merged(self) -> Iterator[MergedBucket]:
+        """All rows in line order."""
+        order = np.argsort(self._joined("line_nos", np.int64), kind="stable")
+        starts, ends = self._joined("starts", np.int64)[order], self._joined("ends", np.int64)[order]
+        is_ok = self._joined("is_ok", np.bool_)[order]
+        for start, stop in _buckets(ends - starts, self._bucket_bytes):
+            bucket = slice(start, stop)
+            rows = self._read(starts[bucket], ends[bucket])
+            oks = is_ok[bucket].tolist()
+            yield MergedBucket(
+                _joined([row for row, ok in zip(rows, oks, strict=True) if ok]),
+                _joined([row for row, ok in zip(rows, oks, strict=True) if not ok]),
+            )
+
+    def _read(self, starts: Numbers, ends: Numbers) -> list[bytes]:
+        if self._file is None:
+            text = b"".join(self._texts)
+            return [text[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        rows = [b""] * len(starts)
+        file, order = self._file.fileno(), np.argsort(starts)  # so that the disk is read forwards
+        for place, start, end in zip(order.tolist(), starts[order].tolist(), ends[order].tolist(), strict=True):
+            rows[place] = os.pread(file, end - start, start)
+        return rows
+
+    def _joined(self, name: str, kind: type[Any]) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.empty(0, kind), *(getattr(rows, name) for rows in self._places)])
 
 
-def _buckets(lengths: np.ndarray[Any, np.dtype[np.int64]], most_bytes: int) -> Iterator[tuple[int, int]]:
+def _joined(rows: list[bytes]) -> Rows:
+    return Rows(b"\n".join([*rows, b""]), len(rows))
+
+
+def _write(file: BinaryIO, text: bytes) -> None:
+    left = memoryview(text)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _buckets(lengths: Numbers, most_bytes: int) -> Iterator[tuple[int, int]]:
     """Cuts [0, len(lengths)) into runs that add up to at most `most_bytes`; a longer row is a run of its own."""
     ends = np.cumsum(lengths)
     start, before = 0, 0

@@ -1,19 +1,29 @@
-"""A result stream: rows appended one by one become one S3 object, by multipart upload once it is large.
+"""A result stream: rows appended in pieces become one S3 object, by multipart upload once it is large.
 
 S3 refuses small parts, so what is under `PART_BYTES` is carried on to the next append; a stream that stays under it
-is one PUT, and a stream without rows is no object at all.
+is one PUT, and a stream without rows is no object at all. A thread hashes and uploads a part while the next is put
+together. The object is written once, under a token of this stream: an answer that gets lost is found in the store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from batchsvc.store.s3 import ObjectStore
+from batchsvc.errors import NotFoundError
+from batchsvc.store.s3 import BusyError, ObjectStore
+from workers.merge import Rows
 
 PART_BYTES = 8 * 1024 * 1024
+_GROWS_EVERY = 1_000  # parts; S3 takes 10,000
 _CONTENT_TYPE = "application/jsonl"
+
+
+class UploadLostError(Exception):
+    """The store doesn't know the upload any more, or wants it to begin again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,54 +37,96 @@ class StreamedObject:
 
 
 class ResultStream:
-    """Writes one object. `on_upload` gets the id of a multipart upload as soon as there is one."""
+    """Writes one object. `on_upload` gets the id of a multipart upload as soon as there is one; `persist` calls the
+    store, as often as it likes. Call `close` at the end, whatever came before.
+    """
 
-    def __init__(self, store: ObjectStore, key: str, *, on_upload: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        *,
+        on_upload: Callable[[str, str], None],
+        persist: Callable[[Callable[[], str]], str] = lambda call: call(),
+    ) -> None:
         self.key = key
         self.num_lines = 0
         self._store = store
         self._on_upload = on_upload
+        self._persist = persist
+        self._writer = secrets.token_hex(16)
         self._carry = bytearray()
         self._hash = hashlib.sha256()
         self._size_bytes = 0
         self._upload_id: str | None = None
         self._etags: list[str] = []
+        self._uploader = ThreadPoolExecutor(1, f"upload-{key.rpartition('/')[2]}")
+        self._sending: Future[None] | None = None
 
-    def append(self, row: bytes) -> None:
-        """Add a row, without its newline."""
-        self._carry += row
-        self._carry += b"\n"
-        self.num_lines += 1
-        if len(self._carry) >= PART_BYTES:
-            self._send()
+    def append(self, rows: Rows) -> None:
+        """Add rows. Raises UploadLostError, also for earlier rows."""
+        self._carry += rows.data
+        self.num_lines += rows.num_lines
+        while len(self._carry) >= (part_bytes := PART_BYTES * (1 + len(self._etags) // _GROWS_EVERY)):
+            self._send(part_bytes)
 
     def finish(self) -> StreamedObject | None:
-        """Complete the object; None if the stream had no rows."""
+        """Complete the object; None if the stream had no rows. Raises UploadLostError."""
         if not self.num_lines:
             return None
         if self._upload_id is None:
             data = bytes(self._carry)
             self._count(data)
-            etag = self._store.put(self.key, data, content_type=_CONTENT_TYPE)
+            etag = self._call(lambda: self._store.put(self.key, data, content_type=_CONTENT_TYPE, writer=self._writer))
         else:
-            if self._carry:
-                self._send()
-            etag = self._store.complete_multipart(self.key, self._upload_id, self._etags)
+            etag = self._complete(self._upload_id)
         return StreamedObject(self.key, etag, self._hash.hexdigest(), self._size_bytes)
+
+    def close(self) -> None:
+        """End the thread, after what it is doing."""
+        self._uploader.shutdown(cancel_futures=True)
 
     def abort(self) -> None:
         """Give an unfinished upload up."""
         if self._upload_id is not None:
             self._store.abort_multipart(self.key, self._upload_id)
 
-    def _send(self) -> None:
+    def _complete(self, upload_id: str) -> str:
+        if self._carry:
+            self._send(len(self._carry))
+        self._wait()
+        return self._call(
+            lambda: self._store.complete_multipart(
+                self.key, upload_id, self._etags, writer=self._writer, size_bytes=self._size_bytes
+            )
+        )
+
+    def _send(self, size_bytes: int) -> None:
         if self._upload_id is None:
-            self._upload_id = self._store.start_multipart(self.key, content_type=_CONTENT_TYPE)
+            self._upload_id = self._call(
+                lambda: self._store.start_multipart(self.key, content_type=_CONTENT_TYPE, writer=self._writer)
+            )
             self._on_upload(self.key, self._upload_id)
-        data = bytes(self._carry)
-        self._etags.append(self._store.upload_part(self.key, self._upload_id, len(self._etags) + 1, data))
+        data = bytes(memoryview(self._carry)[:size_bytes])
+        del self._carry[:size_bytes]
+        self._wait()
+        self._sending = self._uploader.submit(self._upload, self._upload_id, data)
+
+    def _wait(self) -> None:
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.result()
+
+    def _upload(self, upload_id: str, data: bytes) -> None:
+        number = len(self._etags) + 1
+        self._etags.append(self._call(lambda: self._store.upload_part(self.key, upload_id, number, data)))
         self._count(data)
-        self._carry.clear()
+
+    def _call(self, call: Callable[[], str]) -> str:
+        try:
+            return self._persist(call)
+        except (NotFoundError, BusyError) as error:
+            raise UploadLostError from error
 
     def _count(self, data: bytes) -> None:
         self._hash.update(data)

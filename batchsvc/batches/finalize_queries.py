@@ -21,7 +21,7 @@ from typing import Any
 
 from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.elements import ColumnElement, SQLColumnExpression
 
 from batchsvc.batches import lifecycle, progress_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
@@ -166,6 +166,14 @@ def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> 
     return True
 
 
+def return_window(session: Session, batch_id: str, fin_epoch: int, window_no: int) -> bool:
+    """Have the numbers of a window's lines read again from the input. False: the finalizer was overtaken."""
+    if _mine(session, batch_id, fin_epoch) is None:
+        return False
+    mark_damaged(session, batch_id, window_no)
+    return True
+
+
 def mark_damaged(session: Session, batch_id: str, window_no: int) -> None:
     """Have the planner rebuild what is damaged or missing of a window's plan."""
     session.execute(update(Window).where(Window.batch_id == batch_id, Window.no == window_no).values(is_damaged=True))
@@ -259,7 +267,11 @@ def _mine(session: Session, batch_id: str, fin_epoch: int) -> Batch | None:
 
 
 def _sum_by_window(
-    session: Session, table: type[Unit | Part], what: ColumnElement[int], batch_id: str, *which: ColumnElement[bool]
+    session: Session,
+    table: type[Unit | Part],
+    what: SQLColumnExpression[int],
+    batch_id: str,
+    *which: ColumnElement[bool],
 ) -> dict[int, int]:
     summed = select(table.window_no, func.sum(what)).where(table.batch_id == batch_id, *which).group_by(table.window_no)
     return {row[0]: int(row[1]) for row in session.execute(summed)}

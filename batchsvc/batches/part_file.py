@@ -7,14 +7,19 @@ parts never formats anything again and a bill can be added up from the objects a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 import zstandard
 
 _ROW = b',"row":'
+_HEAD = re.compile(
+    rb'\{"line":(\d+),"ok":(true|false),[^{]*,"row":'
+)  # no number holds a brace, the row begins with one
 # line ends for clients that split on more than \n; inside JSON they can only stand in strings
 _ESCAPES = (
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -35,6 +40,16 @@ class PartLine:
     cost_nanos: int = 0
     standard_nanos: int = 0
     row: bytes
+
+
+class PartRows(NamedTuple):
+    """Rows of result files by their places in one text: row i is `text[starts[i]:ends[i]]`."""
+
+    text: bytes
+    line_nos: np.ndarray[Any, np.dtype[np.int64]]
+    is_ok: np.ndarray[Any, np.dtype[np.bool_]]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    ends: np.ndarray[Any, np.dtype[np.int64]]
 
 
 def encode(lines: Iterable[PartLine]) -> bytes:
@@ -59,8 +74,36 @@ def encode(lines: Iterable[PartLine]) -> bytes:
 
 def decode(data: bytes) -> list[PartLine]:
     """What `encode` was given."""
-    text = zstandard.ZstdDecompressor().decompressobj().decompress(data)
-    return [_decode_line(line) for line in text.split(b"\n") if line]
+    return [_decode_line(line) for line in _text(data).split(b"\n") if line]
+
+
+def rows(data: bytes) -> PartRows:
+    """The rows of a part without taking them apart: what merging needs, an order of magnitude faster than `decode`."""
+    text = _text(data)
+    ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n")).astype(np.int64)
+    line_nos, oks, starts = [], [], []
+    start = 0
+    for end in ends.tolist():
+        head = _HEAD.match(text, start, end)
+        if head is None:
+            raise ValueError("The object isn't a part.")
+        line_nos.append(int(head[1]))
+        oks.append(head[2] == b"true")
+        starts.append(head.end())
+        start = end + 1
+    places = (np.array(line_nos, np.int64), np.array(oks, np.bool_), np.array(starts, np.int64), ends - 1)
+    return PartRows(text, *places)
+
+
+def error_rows(line_nos: Sequence[int], rows: Sequence[bytes]) -> PartRows:
+    """Rows of the error file that are in no part."""
+    sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+    ends = np.cumsum(sizes)
+    return PartRows(b"".join(rows), np.array(line_nos, np.int64), np.zeros(len(rows), np.bool_), ends - sizes, ends)
+
+
+def _text(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompressobj().decompress(data)
 
 
 def _decode_line(line: bytes) -> PartLine:

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.batches.part_file import PartLine
+from batchsvc.batches import part_file
+from batchsvc.batches.part_file import PartLine, PartRows
 from tests.workers.conftest import World
 from workers import stream
-from workers.merge import WindowSpool
+from workers.merge import Rows, WindowSpool
 from workers.stream import ResultStream
 
 ROWS = st.dictionaries(st.integers(1, 10**9), st.tuples(st.booleans(), st.binary(max_size=60)), max_size=40)
 
 
-@given(rows=ROWS, bucket=st.integers(1, 200), parts=st.integers(1, 5), data=st.data())
-def test_lines_come_out_in_order_whatever_the_bucket(
+def part(lines: Sequence[tuple[int, bool, bytes]]) -> PartRows:
+    encoded = [PartLine(line_no=n, is_ok=ok, row=b"{" + row.replace(b"\n", b"") + b"}") for n, ok, row in lines]
+    return part_file.rows(part_file.encode(encoded))
+
+
+@given(rows=ROWS, bucket=st.integers(1, 2000), parts=st.integers(1, 5), data=st.data())
+def test_rows_come_out_in_order_whatever_the_bucket(
     rows: dict[int, tuple[bool, bytes]], bucket: int, parts: int, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(sorted(rows)))
     with WindowSpool(bucket) as spool:
-        for part in range(parts):
-            spool.add(
-                PartLine(line_no=n, is_ok=rows[n][0], row=rows[n][1].replace(b"\n", b"")) for n in shuffled[part::parts]
-            )
-        assert spool.line_nos() == set(rows)
+        for first in range(parts):
+            spool.add(part([(n, *rows[n]) for n in shuffled[first::parts]]))
+        assert spool.line_nos().tolist() == sorted(rows)
         merged = list(spool.merged())
-    assert [(line.line_no, line.is_ok, line.row) for line in merged] == [
-        (n, rows[n][0], rows[n][1].replace(b"\n", b"")) for n in sorted(rows)
-    ]
+    for is_ok, found in ((True, [rows.output for rows in merged]), (False, [rows.error for rows in merged])):
+        wanted = [b"{" + rows[n][1].replace(b"\n", b"") + b"}\n" for n in sorted(rows) if rows[n][0] is is_ok]
+        assert b"".join(some.data for some in found) == b"".join(wanted)
+        assert sum(some.num_lines for some in found) == len(wanted)
 
 
 def test_a_line_with_two_results_is_refused(tmp_path: Path) -> None:
-    with WindowSpool(100, tmp_path) as spool:
-        spool.add([PartLine(line_no=3, is_ok=True, row=b"a"), PartLine(line_no=3, is_ok=False, row=b"b")])
+    with WindowSpool(10, tmp_path) as spool:
+        spool.add(part([(3, True, b"a"), (5, True, b"c")]))
+        spool.add(part_file.error_rows([3], [b"{b}"]))
         with pytest.raises(ValueError, match="two results"):
             spool.line_nos()
     assert not list(tmp_path.iterdir()), "nothing is left on the disk"
@@ -49,8 +56,9 @@ def test_a_stream_is_one_put_or_a_multipart_upload(sqlite_world: World, rows: in
     written = ResultStream(sqlite_world.store, "out/x", on_upload=lambda key, _: uploads.append(key))
     whole = b"".join(bytes([65 + n]) * row_bytes + b"\n" for n in range(rows))
     for n in range(rows):
-        written.append(bytes([65 + n]) * row_bytes)
+        written.append(Rows(bytes([65 + n]) * row_bytes + b"\n", 1))
     done = written.finish()
+    written.close()
     if rows == 0:
         assert done is None and sqlite_world.store.head("out/x") is None
         return

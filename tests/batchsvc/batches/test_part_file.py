@@ -54,7 +54,13 @@ def part_lines(draw: st.DrawFn) -> PartLine:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(part_lines(), max_size=20))
 def test_a_part_gives_back_its_lines(lines: list[PartLine]) -> None:
-    assert part_file.decode(part_file.encode(lines)) == lines
+    data = part_file.encode(lines)
+    assert part_file.decode(data) == lines
+    rows = part_file.rows(data)
+    assert rows.line_nos.tolist() == [line.line_no for line in lines]
+    assert rows.is_ok.tolist() == [line.is_ok for line in lines]
+    places = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
+    assert [rows.text[start:end] for start, end in places] == [line.row for line in lines]
 
 
 @given(TEXT, TEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,31 +56,12 @@ def test_every_route_needs_a_key(api: Api) -> None:
     for method, template in routes(api.settings):
         if template in OPEN:
             continue
-        path = template.split("{")[0] + ("x" if "{" in template else "") + ("/cancel" if "cancel" in template else "")
+        path = re.sub(r"\{[^}]*\}", "x", template)
         for key in (None, "sk-wrong", "sk_00000000_" + "x" * 49):
             error = envelope(api.call(method, path, key, json={"not": "judged"}), 401)
             assert error["type"] == "authentication_error"
         walked += 1
-    assert walked >= 18
-
-
-def test_another_projects_objects_are_not_there(api: Api) -> None:
-    file = upload(api).json()["id"]
-    body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = api.call("POST", "/v1/batches", json=body).json()["id"]
-    _, foreign = api.new_project()
-    walked = 0
-    for method, template in routes(api.settings):
-        if "{file_id}" in template or "{batch_id}" in template:
-            path = template.replace("{file_id}", file).replace("{batch_id}", batch)
-            envelope(api.call(method, path, foreign), 404)
-            walked += 1
-    assert walked == 5
-    for listing in ("/v1/files", "/v1/batches"):
-        assert api.call("GET", listing, foreign).json()["data"] == []
-        assert envelope(api.call("GET", f"{listing}?after={file}", foreign), 400)["param"] == "after"
-    assert envelope(api.call("POST", "/v1/batches", foreign, json=body), 400)["param"] == "input_file_id"
-    assert api.call("GET", f"/v1/batches/{batch}").json()["status"] == "validating"
+    assert walked >= 23
 
 
 def test_only_the_admin_key_manages(api: Api) -> None:

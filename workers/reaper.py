@@ -2,7 +2,9 @@
 
 Each step is a short transaction that is right to repeat and right to run in several processes at once:
 
-    leases      units whose worker went silent are claimable again
+    leases      units whose worker went silent are claimable again, or split when they seem to be why
+    poison      lines that are why get their error line
+    starts      each batch knows when it must start to end in time
     deadlines   batches whose time was over while they were planned; the others are finalized when due
     plans       batches that nobody plans get their task again; what was planned of cancelled ones is forgotten
     finalizers  batches that are done, stopped or left by a dead finalizer get theirs
@@ -15,7 +17,9 @@ If Redis doesn't answer, planning and finalizing are done here, one after the ot
 
 from __future__ import annotations
 
+import socket
 import threading
+import uuid
 from collections.abc import Callable
 from functools import partial
 
@@ -35,18 +39,22 @@ from batchsvc.batches import (
     unit_queries,
     worker_queries,
 )
+from batchsvc.batches.offpeak import Night
 from batchsvc.clock import monotonic_s, now_ms
-from batchsvc.db.session import Database
+from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.files import service as files
 from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
+from workers import poison
 from workers.thread import WorkThread
 
 _TICKETS_AT_ONCE = 1_000
 _DELETE_AT_ONCE = 500
+_POISON_AT_ONCE = 8
+_LEAST_WAIT_S = 0.05
 _AUDIT_LEAST_S = 3_600.0
 _DEAD_LEASES = 10  # leases of silence after which a worker's row is forgotten
 
@@ -72,6 +80,9 @@ class Reaper:
         self._dispatcher = dispatcher
         self._plan = plan
         self._finalize = finalize
+        self._night = Night.from_settings(settings)
+        self._condemn = poison.Condemner(db, store).condemn
+        self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
         self._next_audit_s = monotonic_s() + _AUDIT_LEAST_S
         self._stopped = threading.Event()
         self._thread = WorkThread("reaper", self._run, self._crashed)
@@ -87,6 +98,8 @@ class Reaper:
         """All repairs once. A step that fails is logged, and the others still run."""
         steps = (
             self._leases,
+            self._poison,
+            self._latest_starts,
             self._deadlines,
             self._cancelled_plans,
             self._plans,
@@ -129,8 +142,18 @@ class Reaper:
         return deleted
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._settings.reaper_s):
+        while not self._stopped.wait(self._wait_s()):
             self.tick()
+
+    def _wait_s(self) -> float:
+        """Until the next tick: sooner, if a batch has to be sealed before."""
+        period_s = self._settings.reaper_s
+        try:
+            with self._db.reading() as session:
+                seal_ms = finalize_queries.next_seal_ms(session)
+        except DBAPIError:
+            return period_s
+        return period_s if seal_ms is None else max(_LEAST_WAIT_S, min(period_s, seal_ms / 1000))
 
     def _crashed(self, error: Exception) -> None:
         log.error("reaper.crashed", **logs.where(error))
@@ -142,6 +165,15 @@ class Reaper:
         freed = self._db.run(unit_queries.free_expired)
         if freed:
             log.warning("unit.freed", units=freed)
+
+    def _poison(self) -> None:
+        for unit in self._db.run(
+            lambda session: unit_queries.claim_poison(session, self._owner, self._settings.lease_s, _POISON_AT_ONCE)
+        ):
+            self._condemn(unit)
+
+    def _latest_starts(self) -> None:
+        self._db.run(reaper_queries.keep_latest_starts)
 
     def _deadlines(self) -> None:
         for batch_id in self._db.run(_expire_unplanned):
@@ -188,15 +220,19 @@ class Reaper:
 
     def _tickets(self) -> None:
         with self._db.reading() as session:
-            wanted = unit_queries.claimable_by_model(session)
-        for digest, count in wanted.items():
+            is_night = self._night.is_open(database_now_ms(session))
+            wanted = unit_queries.scaling(session, is_night)
+        for digest, backlog in wanted.items():
             waiting = self._dispatcher.waiting(queue_of(digest))
-            if waiting is not None and waiting < count:
-                self._send_tickets(digest, min(count - waiting, _TICKETS_AT_ONCE))
+            if waiting is not None and waiting < backlog.claimable:
+                missing = min(backlog.claimable - waiting, _TICKETS_AT_ONCE)
+                self._send_tickets(digest, missing, is_night=is_night)
 
-    def _send_tickets(self, digest: str, missing: int) -> None:
+    def _send_tickets(self, digest: str, missing: int, *, is_night: bool) -> None:
         quiet_s = self._settings.reaper_s
-        due = self._db.run(lambda session: unit_queries.take_tickets_due(session, digest, missing, quiet_s))
+        due = self._db.run(
+            lambda session: unit_queries.take_tickets_due(session, digest, missing, quiet_s, is_night=is_night)
+        )
         if due:
             log.info("ticket.sent_again", model=digest[:16], tickets=due)
             self._dispatcher.ticket(digest, due)

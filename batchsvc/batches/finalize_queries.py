@@ -93,6 +93,21 @@ def is_due(session: Session, batch_id: str) -> bool:
     return session.scalar(asked) is not None
 
 
+def next_seal_ms(session: Session) -> int | None:
+    """In how many milliseconds time alone will make a batch due, if none of them is left to wait for: None."""
+    now = database_now_ms(session)
+    waited = now - STOP_GRACE_MS
+    cancelled = select(func.min(Batch.cancelling_ms) + STOP_GRACE_MS).where(
+        Batch.status == Status.CANCELLING, Batch.cancelling_ms >= waited
+    )
+    expiring = select(func.min(Batch.expires_ms)).where(Batch.status == Status.IN_PROGRESS, Batch.expires_ms > now)
+    expired = select(func.min(Batch.expires_ms) + STOP_GRACE_MS).where(
+        Batch.status == Status.IN_PROGRESS, Batch.expires_ms >= waited, Batch.expires_ms <= now
+    )
+    times = [session.scalar(moment) for moment in (cancelled, expiring, expired)]
+    return min((time + 1 - now for time in times if time is not None), default=None)
+
+
 def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finalizing | None:
     """Take the right to finalize: seal the batch if nobody has. None if it isn't due, or somebody else is at it."""
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)

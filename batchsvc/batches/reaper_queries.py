@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import lifecycle
+from batchsvc.batches.claim_rank import latest_start_ms
 from batchsvc.batches.lifecycle import TERMINAL, Status
-from batchsvc.batches.tables import Batch, Garbage, Window
+from batchsvc.batches.tables import Batch, Garbage, Part, Window
 from batchsvc.db.session import database_now_ms
+
+_RATE_MS = 600_000  # how far back a rate is looked for,
+_RATE_LEAST_MS = 10_000  # and over which time at least
+_SMALL_SHARE = 200  # of a window: half a percent
 
 
 def plans_due(session: Session) -> list[str]:
@@ -45,6 +50,51 @@ def cancelled_plans(session: Session) -> list[str]:
     planned = exists(select(Window.no).where(Window.batch_id == Batch.id))
     unstarted = (Batch.status == Status.CANCELLED, Batch.in_progress_ms.is_(None))
     return list(session.scalars(select(Batch.id).where(*unstarted, planned)))
+
+
+def keep_latest_starts(session: Session) -> int:
+    """Set when each running batch must start, or be preferred, to end in time. Returns how many have changed.
+
+    What remains is what was predicted less what is done; the rate is the model's over the last minutes. A batch is
+    not written to for a change that doesn't matter, nor waited for when it is being written to.
+    """
+    now = database_now_ms(session)
+    rates = _rates(session, now)
+    changed: dict[str, int] = {}
+    columns = (Batch.id, Batch.created_ms, Batch.expires_ms, Batch.est_tokens, Batch.est_done_tokens)
+    running = select(*columns, Batch.model_digest, Batch.latest_start_ms).where(Batch.status == Status.IN_PROGRESS)
+    for batch in session.execute(running):
+        latest = latest_start_ms(
+            created_ms=batch.created_ms,
+            expires_ms=batch.expires_ms,
+            remaining_tokens=max(0, batch.est_tokens - batch.est_done_tokens),
+            tokens_per_s=rates.get(batch.model_digest or ""),
+        )
+        small_ms = (batch.expires_ms - batch.created_ms) // _SMALL_SHARE
+        if batch.latest_start_ms is None or abs(latest - batch.latest_start_ms) > small_ms:
+            changed[batch.id] = latest
+    free = select(Batch.id).where(Batch.id.in_(changed)).order_by(Batch.id).with_for_update(skip_locked=True)
+    free_ids = session.scalars(free).all()
+    for batch_id in free_ids:
+        session.execute(
+            update(Batch)
+            .where(Batch.id == batch_id)
+            .values(latest_start_ms=changed[batch_id])
+            .execution_options(synchronize_session=False)
+        )
+    return len(free_ids)
+
+
+def _rates(session: Session, now_ms: int) -> dict[str, float]:
+    """Predicted tokens a second that a model's workers finish, by digest. Served by ix_parts_created."""
+    rows = session.execute(
+        select(Batch.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
+        .join(Batch, Batch.id == Part.batch_id)
+        .where(Part.created_ms > now_ms - _RATE_MS, Part.unit_id.is_not(None), Part.is_void.is_(False))
+        .group_by(Batch.model_digest)
+    )
+    spans = {digest: (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
+    return {digest: tokens * 1000 / span_ms for digest, (tokens, span_ms) in spans.items() if span_ms >= _RATE_LEAST_MS}
 
 
 def discard(session: Session, keys: Iterable[str], *, grace_s: float = 0) -> None:

@@ -4,28 +4,29 @@ A claim raises a unit's `epoch`; every later write names it and finds `leased` a
 0 rows mean that the caller lost the unit and must stop. A lease that ends in any other way than by its owner's
 release raises `crash_count`. All times are the database's.
 
-Lock order is batch, then unit, in every transaction that takes both; a claim takes units only and skips locked ones.
+Lock order is batch, then unit, then share, in every transaction that takes several; a claim takes units first, but
+skips locked ones. Who is served next is for claim_queries.py, what a crash means for poison_queries.py.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import and_, case, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import progress_queries
+from batchsvc.batches import claim_queries, poison_queries, progress_queries, retry
+from batchsvc.batches.claim_queries import Claimer, LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
 
 UNFINISHED = ("pending", "ready", "leased")
-# best first: the nearest deadline, then the older batch, then plan order; fairness will stand before these
-_RANK = (Batch.expires_ms, Batch.created_ms, Batch.id, Unit.no)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +42,18 @@ class ClaimedUnit:
     sha256: str
     num_lines: int
     done_bitmap: bytes
+    attempts: Mapping[int, int] = field(default_factory=dict)  # failed attempts of lines, by their bit
     salt: str
     model_id: str
     created_s: int
     rates: dict[str, Any]
+    resume_key: str | None = None  # object with sequences that an earlier owner left unfinished, and its sha256
+    resume_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewedUnit:
-    """A unit whose lease was prolonged. `is_stopping`: its batch was cancelled or its time is over."""
+    """A unit whose lease was prolonged. `is_stopping`: its batch was cancelled, is paused, or its time is over."""
 
     id: str
     epoch: int
@@ -75,54 +79,73 @@ class NewPart:
     standard_nanos: int
 
 
-def claim(session: Session, model_digest: str, owner: str, lease_s: float, limit: int) -> list[ClaimedUnit]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedLines:
+    """What becomes of lines that failed: these may run again after `delay_s`, those end as error lines."""
+
+    again: frozenset[int]
+    failed: frozenset[int]
+    delay_s: float
+
+
+class Backlog(NamedTuple):
+    """Work of a model: units that could be claimed now, and predicted tokens of these and of the leased ones."""
+
+    claimable: int
+    tokens: int
+
+
+def claim(
+    session: Session, model_digest: str, owner: str, lease_s: float, limit: int, *, is_night: bool = True
+) -> list[ClaimedUnit]:
     """Lease at most `limit` of the best-ranked claimable units of a model to `owner`, in rank order."""
     now = database_now_ms(session)
-    picked = (
-        select(Unit.id)
-        .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.model_digest == model_digest, *_claimable(now))
-        .order_by(*_RANK)
-        .limit(limit)
-        .with_for_update(skip_locked=True, of=Unit)
-        .cte("picked")
+    claimer = Claimer(
+        model_digest=model_digest, owner=owner, now_ms=now, lease_ms=now + _ms(lease_s), is_night=is_night
     )
-    leased = session.execute(
-        update(Unit)
-        .where(Unit.id.in_(select(picked.c.id)))
-        .values(state="leased", epoch=Unit.epoch + 1, owner=owner, lease_ms=now + _ms(lease_s))
-        .returning(Unit.id, Unit.epoch, Unit.done_bitmap)
-        .execution_options(synchronize_session=False)
-    ).all()
+    return _claimed(session, claim_queries.lease_best(session, claimer, limit))
+
+
+def claim_poison(session: Session, owner: str, lease_s: float, limit: int) -> list[ClaimedUnit]:
+    """Lease units whose last line is poison to `owner`, who writes its error line."""
+    now = database_now_ms(session)
+    return _claimed(session, claim_queries.lease_poison(session, owner, now, now + _ms(lease_s), limit))
+
+
+def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit]:
     if not leased:
         return []
-    fence = {row.id: row for row in leased}
     rows = session.execute(
         select(Unit, Batch)
         .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.id.in_(fence))
-        .order_by(*_RANK)
+        .where(Unit.id.in_([unit.id for unit in leased]))
         .execution_options(populate_existing=True)
     ).all()
+    found = {unit.id: (unit, batch) for unit, batch in rows}
     salts = accounts.salts(session, {unit.project_id for unit, _ in rows})
-    return [
-        ClaimedUnit(
-            id=unit.id,
-            epoch=fence[unit.id].epoch,
-            batch_id=batch.id,
-            window_no=unit.window_no,
-            no=unit.no,
-            s3_key=unit.s3_key,
-            sha256=unit.sha256,
-            num_lines=unit.num_lines,
-            done_bitmap=fence[unit.id].done_bitmap,
-            salt=salts[unit.project_id],
-            model_id=batch.model_id or "",
-            created_s=batch.created_ms // 1000,
-            rates=batch.rates or {},
+    claimed = []
+    for unit, batch in (found[lease.id] for lease in leased):
+        claimed.append(
+            ClaimedUnit(
+                id=unit.id,
+                epoch=unit.epoch,
+                batch_id=batch.id,
+                window_no=unit.window_no,
+                no=unit.no,
+                s3_key=unit.s3_key,
+                sha256=unit.sha256,
+                num_lines=unit.num_lines,
+                done_bitmap=unit.done_bitmap,
+                attempts={int(bit): failed for bit, failed in (unit.attempts or {}).items()},
+                salt=salts[unit.project_id],
+                model_id=batch.model_id or "",
+                created_s=batch.created_ms // 1000,
+                rates=batch.rates or {},
+                resume_key=unit.resume_key,
+                resume_sha256=unit.resume_sha256,
+            )
         )
-        for unit, batch in rows
-    ]
+    return claimed
 
 
 def renew(session: Session, owner: str, lease_s: float) -> list[RenewedUnit]:
@@ -139,11 +162,19 @@ def renew(session: Session, owner: str, lease_s: float) -> list[RenewedUnit]:
         session.scalars(
             select(Batch.id).where(
                 Batch.id.in_({row.batch_id for row in renewed}),
-                ~is_running(now),
+                ~claim_queries.is_running(now) | Batch.is_paused,
             )
         )
     )
     return [RenewedUnit(id=row.id, epoch=row.epoch, is_stopping=row.batch_id in stopping) for row in renewed]
+
+
+def stopping(session: Session, owner: str) -> list[str]:
+    """Units that `owner` has to let go of: a look between two renewals, which writes nothing. Served by
+    ix_units_lease."""
+    mine = (Unit.owner == owner, Unit.state == "leased")
+    ended = ~claim_queries.is_running(database_now_ms(session)) | Batch.is_paused
+    return list(session.scalars(select(Unit.id).join(Batch, Batch.id == Unit.batch_id).where(*mine, ended)))
 
 
 def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bool:
@@ -152,10 +183,10 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     Repeating a commit whose answer was lost changes nothing and is True. A part that repeats a line which already
     counts is refused with a ValueError: the fence has made that impossible, so it is a defect of ours.
     """
-    if session.get(Part, part.id) is not None:
-        return True
     batch_id = session.scalar(select(Unit.batch_id).where(Unit.id == unit_id))
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True) if batch_id else None
+    if session.get(Part, part.id) is not None:  # asked under the lock: the lost answer may still be on its way
+        return True
     unit = session.get(Unit, unit_id, with_for_update=True, populate_existing=True)
     if batch is None or unit is None or unit.state != "leased" or unit.epoch != epoch:
         return False
@@ -188,6 +219,9 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     unit.num_done += lines
     if unit.num_done == unit.num_lines:
         unit.state, unit.owner = "done", None
+        batch.running_tokens -= unit.running_tokens
+        unit.running_tokens = unit.running_lines = 0
+        unit.resume_key = unit.resume_sha256 = None
     batch.completed += part.lines_ok
     batch.failed += part.lines_err
     batch.input_tokens += part.input_tokens
@@ -197,8 +231,11 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     batch.standard_nanos += part.standard_nanos
     batch.est_done_tokens += part.est_tokens
     progress_queries.note_work(batch, row.created_ms)
+    poison_queries.note_progress(batch, unit)
     session.flush()
     billing.post_part(session, batch, row)
+    ran = part.input_tokens - part.cached_tokens + part.output_tokens
+    claim_queries.charge(session, batch.project_id, unit.model_digest, ran)
     return True
 
 
@@ -207,18 +244,68 @@ def release(session: Session, unit_id: str, epoch: int, *, crashed: bool = False
 
     `crashed`: the engine died with it.
     """
-    mine = and_(Unit.id == unit_id, Unit.epoch == epoch)
-    return _give_back(session, mine, crashed=crashed, delay_s=delay_s, skip_locked=False) > 0
+    mine = (Unit.id == unit_id, Unit.epoch == epoch)
+    if crashed:
+        return poison_queries.end_leases(session, and_(*mine), delay_s=delay_s, skip_locked=False) > 0
+    not_before = database_now_ms(session) + _ms(delay_s)
+    freed = session.execute(
+        update(Unit)
+        .where(Unit.state == "leased", *mine)
+        .values(state="ready", owner=None, ticket_ms=0, not_before_ms=not_before)
+        .returning(Unit.id)
+        .execution_options(synchronize_session=False)
+    ).all()
+    return bool(freed)
+
+
+def release_all(session: Session, owner: str, *, crashed: bool = False) -> int:
+    """Give back whatever `owner` still holds, claimable now, in one statement. Returns how many units."""
+    mine = (Unit.owner == owner, Unit.state == "leased")
+    if crashed:
+        return poison_queries.end_leases(session, and_(*mine), skip_locked=False)
+    freed = session.execute(
+        update(Unit)
+        .where(*mine)
+        .values(state="ready", owner=None, ticket_ms=0, not_before_ms=database_now_ms(session))
+        .returning(Unit.id)
+        .execution_options(synchronize_session=False)
+    ).all()
+    return len(freed)
+
+
+def return_lines(session: Session, unit_id: str, epoch: int, failures: Mapping[int, int]) -> ReturnedLines | None:
+    """Settle what becomes of lines that failed for a reason of the engine. None: the unit is lost.
+
+    `failures` are attempts that each line, named by its bit, has failed so far, this one included; saying the same
+    again changes nothing. Lines that may run again stay undone: the owner releases the unit with the delay when its
+    other lines are finished. The others are for the owner to end as error lines, in a part.
+    """
+    batch_id = session.scalar(select(Unit.batch_id).where(Unit.id == unit_id))
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True) if batch_id else None
+    unit = session.get(Unit, unit_id, with_for_update=True, populate_existing=True)
+    if batch is None or unit is None or unit.state != "leased" or unit.epoch != epoch:
+        return None
+    known = {int(bit): failed for bit, failed in (unit.attempts or {}).items()}
+    settled = {bit for bit, failed in failures.items() if known.get(bit, 0) >= failed}
+    fresh = {bit: failed for bit, failed in failures.items() if bit not in settled}
+    verdict = retry.judge(fresh, retry.budget(batch.total) - batch.num_retries)
+    batch.num_retries += len(verdict.again)
+    # a line that may not run again is remembered as one that has used up its attempts
+    known |= {bit: failures[bit] for bit in verdict.again} | dict.fromkeys(verdict.failed, retry.MOST_ATTEMPTS)
+    unit.attempts = {str(bit): failed for bit, failed in known.items()}
+    again = verdict.again | {bit for bit in settled if known[bit] < retry.MOST_ATTEMPTS}
+    wait_s = max((retry.delay_s(known[bit], random.random()) for bit in again), default=0.0)  # noqa: S311  jitter
+    return ReturnedLines(again=frozenset(again), failed=frozenset(failures) - again, delay_s=wait_s)
 
 
 def free_owner(session: Session, host: str, pid: int) -> int:
     """Free the units of a process that is known to be dead, without waiting for its leases. Returns how many."""
-    return _give_back(session, Unit.owner.startswith(f"{host}:{pid}:", autoescape=True), crashed=True)
+    return poison_queries.end_leases(session, Unit.owner.startswith(f"{host}:{pid}:", autoescape=True))
 
 
 def free_expired(session: Session) -> int:
     """Free the units whose lease is over. Returns how many."""
-    return _give_back(session, Unit.lease_ms < database_now_ms(session), crashed=True)
+    return poison_queries.end_leases(session, Unit.lease_ms < database_now_ms(session))
 
 
 def reopen(unit: Unit, bitmap: bytes, *, can_run: bool) -> None:
@@ -252,39 +339,51 @@ def delayed_batches(session: Session, digests: Iterable[str]) -> set[str]:
     return set(session.scalars(select(Unit.batch_id).where(Unit.model_digest.in_(set(digests)), *later).distinct()))
 
 
-def take_first_tickets(session: Session, batch_id: str) -> dict[str, int]:
+def take_first_tickets(session: Session, batch_id: str, *, is_night: bool = True) -> dict[str, int]:
     """How many tickets to send for a batch that was just planned, by model; later ones are the reaper's."""
+    now = database_now_ms(session)
+    first = (Unit.batch_id == batch_id, Unit.ticket_ms == 0)
+    units = select(Unit.id).join(Batch, Batch.id == Unit.batch_id)
+    picked = units.where(*first, *claim_queries.claimable(now, is_night=is_night))
     marked = session.execute(
         update(Unit)
-        .where(Unit.batch_id == batch_id, Unit.state == "ready", Unit.ticket_ms == 0)
-        .values(ticket_ms=database_now_ms(session))
+        .where(Unit.id.in_(picked))
+        .values(ticket_ms=now)
         .returning(Unit.model_digest)
         .execution_options(synchronize_session=False)
     )
     return dict(Counter(marked.scalars()))
 
 
-def claimable_by_model(session: Session) -> dict[str, int]:
-    """Units that could be claimed now, by the digest of their model: the length that its queue should have."""
+def scaling(session: Session, is_night: bool) -> dict[str, Backlog]:
+    """What workers are wanted for, by the digest of the model: nothing for what is paused or outside its hours."""
+    now = database_now_ms(session)
+    claimable = and_(*claim_queries.claimable(now, is_night=is_night))
+    leased = and_(Unit.state == "leased", claim_queries.is_running(now), Batch.is_paused.is_(False))
     counted = (
-        select(Unit.model_digest, func.count(Unit.id))
+        select(
+            Unit.model_digest,
+            func.sum(case((Unit.state == "ready", 1), else_=0)),
+            func.sum(claim_queries.remaining_tokens()),
+        )
         .join(Batch, Batch.id == Unit.batch_id)
-        .where(*_claimable(database_now_ms(session)))
+        .where(Unit.state.in_(("ready", "leased")), or_(claimable, leased))
         .group_by(Unit.model_digest)
     )
-    return {row[0]: row[1] for row in session.execute(counted)}
+    return {row[0]: Backlog(int(row[1]), int(row[2])) for row in session.execute(counted)}
 
 
-def take_tickets_due(session: Session, model_digest: str, limit: int, quiet_s: float) -> int:
+def take_tickets_due(session: Session, model_digest: str, limit: int, quiet_s: float, *, is_night: bool = True) -> int:
     """How many of `limit` missing tickets to send now.
 
     A unit that had one in the last `quiet_s` seconds gets none, so that several reapers don't send the same twice.
     """
     now = database_now_ms(session)
+    due = (Unit.model_digest == model_digest, Unit.ticket_ms <= now - _ms(quiet_s))
     picked = (
         select(Unit.id)
         .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.model_digest == model_digest, Unit.ticket_ms <= now - _ms(quiet_s), *_claimable(now))
+        .where(*due, *claim_queries.claimable(now, is_night=is_night))
         .limit(limit)
         .with_for_update(skip_locked=True, of=Unit)
         .cte("picked")
@@ -297,45 +396,6 @@ def take_tickets_due(session: Session, model_digest: str, limit: int, quiet_s: f
         .execution_options(synchronize_session=False)
     ).all()
     return len(marked)
-
-
-def is_running(now_ms: int) -> ColumnElement[bool]:
-    """What lets the units of a batch run: in progress and in time, or being finalized while lines of damaged parts
-    are run again, which no deadline of the batch cuts."""
-    return or_(
-        and_(Batch.status == "in_progress", Batch.expires_ms > now_ms),
-        and_(Batch.status == "finalizing", Batch.why == "completed"),
-    )
-
-
-def _claimable(now_ms: int) -> tuple[ColumnElement[bool], ...]:
-    """What makes a unit claimable, as conditions on a unit joined with its batch."""
-    return (
-        Unit.state == "ready",
-        Unit.not_before_ms <= now_ms,
-        is_running(now_ms),
-    )
-
-
-def _give_back(
-    session: Session, which: ColumnElement[bool], *, crashed: bool, delay_s: float = 0, skip_locked: bool = True
-) -> int:
-    # to a reaper, a unit that is locked is just being committed or renewed: its owner lives
-    picked = select(Unit.id).where(Unit.state == "leased", which).with_for_update(skip_locked=skip_locked).cte("picked")
-    freed = session.execute(
-        update(Unit)
-        .where(Unit.id.in_(select(picked.c.id)))
-        .values(
-            state="ready",
-            owner=None,
-            ticket_ms=0,
-            not_before_ms=database_now_ms(session) + _ms(delay_s),
-            crash_count=Unit.crash_count + int(crashed),
-        )
-        .returning(Unit.id)
-        .execution_options(synchronize_session=False)
-    ).all()
-    return len(freed)
 
 
 def _ms(seconds: float) -> int:

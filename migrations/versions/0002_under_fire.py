@@ -36,7 +36,7 @@ def upgrade() -> None:
     # predicted work
     op.add_column("batches", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
     # progress
-    for column in ("est_done_tokens", "running_tokens", "merged_lines", "progress_ppm"):
+    for column in ("est_done_tokens", "running_tokens", "running_lines", "merged_lines", "progress_ppm"):
         op.add_column("batches", sa.Column(column, BIG, nullable=False, server_default="0"))
     op.add_column("batches", sa.Column("progress_samples", JSON, nullable=True))
     op.add_column("parts", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
@@ -118,7 +118,7 @@ def downgrade() -> None:
     op.drop_column("units", "running_tokens")
     op.drop_column("parts", "est_tokens")
     op.drop_column("batches", "progress_samples")
-    for column in ("progress_ppm", "merged_lines", "running_tokens", "est_done_tokens"):
+    for column in ("progress_ppm", "merged_lines", "running_lines", "running_tokens", "est_done_tokens"):
         op.drop_column("batches", column)
     op.drop_column("batches", "est_tokens")
     op.drop_column("windows", "line_nos_sha256")

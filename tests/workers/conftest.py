@@ -73,16 +73,18 @@ class World:
         expires_in_s: float = 3600,
         fold: int = 1,
         priority_s: float = 0,
+        project: str = "tests",
+        est_tokens: int = 0,
     ) -> str:
-        """A batch in progress: `num_lines` lines a window, cut into units, `fold` lines a row."""
+        """A batch in progress: `num_lines` lines a window, cut into units of `est_tokens`, `fold` lines a row."""
         batch_id, now = ids.batch_id(), now_ms()
         with self.db.transaction() as session:
-            project = accounts.create_project(session, "tests")
+            project_id = accounts.project_of(session, project)
             billing.seed_prices(session)
         with self.db.transaction() as session:
             batch = Batch(
                 id=batch_id,
-                project_id=project.id,
+                project_id=project_id,
                 api_key_id="key",
                 endpoint="/v1/chat/completions",
                 input_file_id="file-x",
@@ -121,9 +123,9 @@ class World:
                 # plan order isn't input order
                 planned = sorted(line_nos, key=lambda n: hashlib.sha256(str(n).encode()).digest())
                 for start in range(0, num_lines, unit_lines):
-                    session.add(
-                        self._unit(batch, window_no, unit_no, planned[start : start + unit_lines], max_tokens, fold)
-                    )
+                    unit = self._unit(batch, window_no, unit_no, planned[start : start + unit_lines], max_tokens, fold)
+                    unit.est_tokens = est_tokens
+                    session.add(unit)
                     unit_no += 1
         return batch_id
 

@@ -7,13 +7,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from batchsvc.batches import unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.db.session import Database
-from batchsvc.metrics import SqlGauges
 from tests.workers.conftest import DIGEST, World
 from tests.workers.helpers import finish, put_part
 
@@ -60,17 +58,10 @@ def test_only_units_of_running_batches_are_claimable(world: World) -> None:
     world.set_units(later, not_before_ms=2**50)
     assert claim(world, limit=10) == []
     with world.db.reading() as session:
-        assert unit_queries.claimable_by_model(session) == {}
-        shown = generate_latest(gauges(world)).decode()
-    assert "batchsvc_units_claimable{" not in shown
+        assert unit_queries.scaling(session, is_night=True) == {}
     world.add_batch(num_lines=4, unit_lines=2)
-    assert f'batchsvc_units_claimable{{model_digest="{DIGEST}"}} 2.0' in generate_latest(gauges(world)).decode()
-
-
-def gauges(world: World) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(SqlGauges(world.db, renew_s=1))
-    return registry
+    with world.db.reading() as session:
+        assert unit_queries.scaling(session, is_night=True)[DIGEST].claimable == 2
 
 
 def test_a_late_commit_after_a_false_reap_writes_nothing(world: World) -> None:

@@ -1,0 +1,300 @@
+"""SQL of claims: which units are claimable, who is served next, and what a project is charged for it.
+
+claim_rank.py decides; here are the rows that it decides over, and the lock on what it chose. A claim locks units only
+(and skips locked ones), then its project's share, then the model's clock; a part's commit locks its project's share
+last of all. So no two of them wait for each other in a circle.
+
+Suspect units (poison.py) run alone: one engine of a model holds one of them and nothing else. Which engine that is
+needs no agreement: the first by id of those that live. It takes no other work while there are suspects, so it becomes
+empty, takes one, and whatever happens next has one cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from batchsvc.accounts.tables import Project
+from batchsvc.batches import claim_rank, poison
+from batchsvc.batches.claim_rank import Candidate, Holding
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Share, Unit, Worker
+
+_CLOCK = ""  # project_id of the model's clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimer:
+    """Who claims units of which model, until when."""
+
+    model_digest: str
+    owner: str
+    now_ms: int
+    lease_ms: int
+    is_night: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedUnit:
+    """A unit that was just leased."""
+
+    id: str
+    epoch: int
+
+
+def claimable(now_ms: int, *, is_night: bool) -> tuple[ColumnElement[bool], ...]:
+    """What makes a unit claimable, as conditions on a unit joined with its batch."""
+    return (*_is_ready(now_ms), *_may_run(now_ms, is_night=is_night))
+
+
+def is_running(now_ms: int) -> ColumnElement[bool]:
+    """What lets the units of a batch run: in progress and in time, or being finalized while lines of damaged parts
+    are run again, which no deadline of the batch cuts."""
+    return or_(
+        and_(Batch.status == Status.IN_PROGRESS, Batch.expires_ms > now_ms),
+        and_(Batch.status == Status.FINALIZING, Batch.why == Status.COMPLETED),
+    )
+
+
+def lease_poison(session: Session, owner: str, now_ms: int, lease_ms: int, limit: int) -> list[LeasedUnit]:
+    """Lease units of which only an error line can be made, for who writes it. Served by ix_units_suspect."""
+    condemned = (Unit.is_suspect, Unit.state == "ready", Unit.crash_count >= poison.CRASHES)
+    claimer = Claimer(model_digest="", owner=owner, now_ms=now_ms, lease_ms=lease_ms, is_night=True)
+    return _lease(session, claimer, (*condemned, is_running(now_ms)), (Unit.id,), limit)
+
+
+def remaining_tokens() -> ColumnElement[int]:
+    """Predicted work that a unit still has, as an expression; a line counts as one token at least."""
+    lacking = Unit.num_lines - Unit.num_done
+    return Unit.est_tokens * lacking // Unit.num_lines + lacking
+
+
+def lease_best(session: Session, claimer: Claimer, limit: int) -> list[LeasedUnit]:
+    """Lease at most `limit` units, the best-ranked ones, in rank order."""
+    suspects = _lease_suspect(session, claimer)
+    return _lease_by_rank(session, claimer, limit) if suspects is None else suspects
+
+
+def charge(session: Session, project_id: str, model_digest: str, tokens: int) -> None:
+    """Add what was run for a project to its share of a model, in the transaction that makes it count."""
+    weight = select(func.coalesce(func.max(Project.weight), 1)).where(Project.id == project_id).scalar_subquery()
+    added = tokens * claim_rank.VTIME_PER_TOKEN // weight
+    mine = (Share.model_digest == model_digest, Share.project_id == project_id)
+    charged = session.execute(
+        update(Share)
+        .where(*mine)
+        .values(vtime=Share.vtime + added)
+        .returning(Share.vtime)
+        .execution_options(synchronize_session=False)
+    ).all()
+    if not charged:  # claimed before there were shares
+        _add_share(session, model_digest, project_id, 0)
+        session.execute(update(Share).where(*mine).values(vtime=Share.vtime + added))
+
+
+def _is_ready(now_ms: int) -> tuple[ColumnElement[bool], ...]:
+    # the last condition leaves out what is poison: the reaper writes its error line
+    return (Unit.state == "ready", Unit.not_before_ms <= now_ms, Unit.crash_count < poison.CRASHES)
+
+
+def _may_run(now_ms: int, *, is_night: bool) -> tuple[ColumnElement[bool], ...]:
+    """Conditions on a batch: it runs, nobody paused it, its tokens fit the quota, and it is its time of day."""
+    conditions: tuple[ColumnElement[bool], ...] = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota)
+    if is_night:
+        return conditions
+    # a batch that is late, or already merges, doesn't wait for the night
+    needs_day = or_(Batch.latest_start_ms <= now_ms, Batch.status == Status.FINALIZING)
+    return (*conditions, or_(Batch.is_offpeak.is_(False), needs_day))
+
+
+# ---- the order
+
+
+def _lease_by_rank(session: Session, claimer: Claimer, limit: int) -> list[LeasedUnit]:
+    candidates = _candidates(session, claimer)
+    if not candidates:
+        return []
+    holdings = _holdings(session, claimer.model_digest)
+    held = {holding.project_id: holding.tokens for holding in holdings}
+    row = session.get(Share, (claimer.model_digest, _CLOCK), populate_existing=True)
+    if row is None:
+        _add_share(session, claimer.model_digest, _CLOCK, 0)
+    before = row.vtime if row else 0
+    active = [batch.vtime for batch in candidates] + [holding.vtime for holding in holdings]
+    clock = claim_rank.clock_after(before, active)
+    late = claim_rank.late(candidates, claimer.now_ms)
+    is_contested = len({batch.project_id for batch in candidates}) > 1
+    runs = claimable(claimer.now_ms, is_night=claimer.is_night)
+    leased: list[LeasedUnit] = []
+    served: dict[str, Candidate] = {}
+    gone: set[str] = set()
+    while len(leased) < limit and len(gone) < len(candidates):
+        ranked = claim_rank.by_rank(candidates, held, clock)
+        if late and _take_panic_credit(session, claimer.model_digest):
+            ranked = late + ranked
+        batch = next(batch for batch in ranked if batch.batch_id not in gone)
+        # a unit that is taken changes the order, if there is more than one project
+        most = 1 if is_contested or late else limit - len(leased)
+        which = (Unit.batch_id == batch.batch_id, Unit.is_suspect.is_(False), *runs)
+        got = _lease(session, claimer, which, (Unit.no,), most)
+        if len(got) < most:
+            gone.add(batch.batch_id)
+        leased += got
+        if got:
+            served[batch.project_id] = batch
+            if is_contested:
+                held[batch.project_id] = held.get(batch.project_id, 0) + _work_of(session, got)
+    _advance(session, claimer.model_digest, list(served.values()), before, clock)
+    return leased
+
+
+def _candidates(session: Session, claimer: Claimer) -> list[Candidate]:
+    """Batches that have claimable units. Served by ix_units_ready, once a batch."""
+    ready = exists(
+        select(Unit.id).where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(claimer.now_ms))
+    )
+    rows = session.execute(
+        select(
+            Batch.id,
+            Batch.project_id,
+            Project.weight,
+            func.coalesce(Share.vtime, 0),
+            Batch.priority,
+            Batch.expires_ms,
+            Batch.created_ms,
+            Batch.latest_start_ms,
+        )
+        .join(Project, Project.id == Batch.project_id)
+        .outerjoin(Share, and_(Share.project_id == Batch.project_id, Share.model_digest == claimer.model_digest))
+        .where(
+            Batch.status.in_((Status.IN_PROGRESS, Status.FINALIZING)),
+            Batch.model_digest == claimer.model_digest,
+            *_may_run(claimer.now_ms, is_night=claimer.is_night),
+            ready,
+        )
+    )
+    return [
+        Candidate(
+            batch_id=row[0],
+            project_id=row[1],
+            weight=row[2],
+            vtime=row[3],
+            priority=row[4],
+            expires_ms=row[5],
+            created_ms=row[6],
+            latest_start_ms=row[7],
+        )
+        for row in rows
+    ]
+
+
+def _holdings(session: Session, model_digest: str) -> list[Holding]:
+    """What the projects hold at this moment. Served by ix_units_lease."""
+    rows = session.execute(
+        select(Unit.project_id, func.coalesce(func.max(Share.vtime), 0), func.sum(remaining_tokens()))
+        .outerjoin(Share, and_(Share.project_id == Unit.project_id, Share.model_digest == Unit.model_digest))
+        .where(Unit.state == "leased", Unit.model_digest == model_digest)
+        .group_by(Unit.project_id)
+    )
+    return [Holding(project_id=row[0], vtime=int(row[1]), tokens=int(row[2])) for row in rows]
+
+
+def _work_of(session: Session, leased: Sequence[LeasedUnit]) -> int:
+    total = session.scalar(select(func.sum(remaining_tokens())).where(Unit.id.in_([unit.id for unit in leased])))
+    return int(total or 0)
+
+
+def _take_panic_credit(session: Session, model_digest: str) -> bool:
+    """Whether the panic lane may make this claim; counts it, or saves for the next one."""
+    clock = update(Share).where(Share.model_digest == model_digest, Share.project_id == _CLOCK)
+    price, saved = claim_rank.PANIC_PRICE, Share.panic_credit + claim_rank.PANIC_GAIN
+    options = {"synchronize_session": False}
+    paid = clock.where(Share.panic_credit >= price).values(panic_credit=Share.panic_credit - price)
+    if session.execute(paid.returning(Share.vtime).execution_options(**options)).all():
+        return True
+    session.execute(clock.where(saved <= claim_rank.PANIC_MOST).values(panic_credit=saved).execution_options(**options))
+    return False
+
+
+def _advance(session: Session, model_digest: str, served: Sequence[Candidate], before: int, clock: int) -> None:
+    """Store what a claim has found out: who was idle is level with the clock, and the clock has moved on."""
+    raised = update(Share).where(Share.model_digest == model_digest, Share.vtime < clock).values(vtime=clock)
+    raised = raised.returning(Share.vtime).execution_options(synchronize_session=False)
+    for batch in sorted(served, key=lambda batch: batch.project_id):
+        if batch.vtime < clock and not session.execute(raised.where(Share.project_id == batch.project_id)).all():
+            _add_share(session, model_digest, batch.project_id, clock)
+    if clock > before:
+        session.execute(raised.where(Share.project_id == _CLOCK))
+
+
+def _add_share(session: Session, model_digest: str, project_id: str, vtime: int) -> None:
+    insert = sqlite.insert(Share) if session.get_bind().dialect.name == "sqlite" else postgresql.insert(Share)
+    row = {"model_digest": model_digest, "project_id": project_id, "vtime": vtime, "panic_credit": 0}
+    session.execute(insert.values(row).on_conflict_do_nothing())
+
+
+# ---- the lock
+
+
+def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | None:
+    """Lease a suspect, or nothing because of one. None: no suspect concerns this claimer. Served by ix_units_suspect.
+
+    The biggest has its turn first. A half that crashed is split, and its sibling, bigger than the quarters, comes
+    before them: so the innocent half is cleared, and the batch shows progress, between two crashes of a poison line.
+    """
+    waiting = and_(*claimable(claimer.now_ms, is_night=claimer.is_night))
+    suspects = session.execute(
+        select(Unit.state, Unit.owner)
+        .join(Batch, Batch.id == Unit.batch_id)
+        .where(Unit.model_digest == claimer.model_digest, Unit.is_suspect, or_(Unit.state == "leased", waiting))
+    ).all()
+    holders = {suspect.owner for suspect in suspects if suspect.state == "leased"}
+    if claimer.owner in holders:
+        return []
+    if not suspects or holders or not _is_warden(session, claimer):
+        return None
+    held = select(Unit.id).where(Unit.state == "leased", Unit.owner == claimer.owner).limit(1)
+    if session.scalar(held) is not None:
+        return []
+    biggest_first = (Unit.num_done - Unit.num_lines, Unit.batch_id, Unit.no)
+    of_model = (Unit.model_digest == claimer.model_digest, Unit.is_suspect)
+    return _lease(session, claimer, (*of_model, waiting), biggest_first, 1)
+
+
+def _is_warden(session: Session, claimer: Claimer) -> bool:
+    """Whether this is the engine that runs suspects: the first of those that live, or one that nobody registered."""
+    living = (Worker.beat_ms >= 2 * claimer.now_ms - claimer.lease_ms, Worker.is_draining.is_(False))
+    first = session.scalar(select(func.min(Worker.id)).where(Worker.model_digest == claimer.model_digest, *living))
+    return first in (None, claimer.owner)
+
+
+def _lease(
+    session: Session,
+    claimer: Claimer,
+    which: Sequence[ColumnElement[bool]],
+    order: Sequence[ColumnElement[Any] | InstrumentedAttribute[Any]],
+    limit: int,
+) -> list[LeasedUnit]:
+    """Lease the first of these units, given as conditions on unit and batch, that nobody else is about to take."""
+    picked = (
+        select(Unit.id)
+        .join(Batch, Batch.id == Unit.batch_id)
+        .where(*which)
+        .order_by(*order)
+        .limit(limit)
+        .with_for_update(skip_locked=True, of=Unit)
+        .cte("picked")
+    )
+    rows = session.execute(
+        update(Unit)
+        .where(Unit.id.in_(select(picked.c.id)))
+        .values(state="leased", epoch=Unit.epoch + 1, owner=claimer.owner, lease_ms=claimer.lease_ms)
+        .returning(Unit.id, Unit.epoch, Unit.no)
+        .execution_options(synchronize_session=False)
+    ).all()
+    return [LeasedUnit(row.id, row.epoch) for row in sorted(rows, key=lambda row: row.no)]

@@ -25,7 +25,7 @@ from batchsvc.errors import InvalidRequestError, MismatchError, UnavailableError
 
 RETRY_MS = 15 * 60_000  # how long a client may take to send a call again by itself
 _KEEP_MS = 7 * 24 * 3_600_000
-_KEY = re.compile(r"[\x21-\x7e]{1,200}")
+_KEY = re.compile(r"[\x20-\x7e]{1,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def repetition(
     """What the headers say. Raises InvalidRequestError for a key that can't be one."""
     if idempotency_key is not None and not _KEY.fullmatch(idempotency_key):
         raise InvalidRequestError(
-            "The header Idempotency-Key must be 1 to 200 printable ASCII characters without spaces.",
+            "The header Idempotency-Key must be 1 to 200 printable ASCII characters.",
             code="invalid_idempotency_key",
         )
     is_retry = x_stainless_retry_count.isdecimal() and int(x_stainless_retry_count[:9]) > 0

@@ -20,7 +20,7 @@ import batchsvc.batches.routes
 import batchsvc.files.routes
 from batchsvc import logs
 from batchsvc.accounts.caller import require_caller
-from batchsvc.batches import reaper_queries
+from batchsvc.batches import garbage_queries
 from batchsvc.batches.service import live_batch_of
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
@@ -102,7 +102,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
 
 
 def _discard(session: Session, key: str) -> None:
-    reaper_queries.discard(session, [key], grace_s=_DELETE_GRACE_S)
+    garbage_queries.discard(session, [key], grace_s=_DELETE_GRACE_S)
 
 
 def _is_loopback(request: Request) -> bool:

@@ -122,7 +122,9 @@ class Settings(BaseSettings):
         default=60, gt=0, description="after this time without progress, an engine that has work counts as crashed"
     )
     term_grace_s: float = Field(default=30, gt=0, description="time to drain after SIGTERM")
-    garbage_grace_s: float = Field(default=86_400, ge=0, description="age at which an orphan object is deleted")
+    garbage_grace_s: float = Field(
+        default=86_400, ge=0, description="age at which an orphan object or upload is deleted; more than two leases"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe log event"
     )
@@ -140,6 +142,14 @@ class Settings(BaseSettings):
     def _names_windows(cls, value: str) -> str:
         if not _WINDOWS.fullmatch(value):
             raise ValueError("it names windows in minutes, hours or days, such as 24h,1h,7d")
+        return value
+
+    @field_validator("garbage_grace_s")
+    @classmethod
+    def _outlasts_leases(cls, value: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s", 0)
+        if value <= 2 * lease_s:
+            raise ValueError(f"it must be more than two leases ({lease_s:g} s each): what is younger may yet count")
         return value
 
     @field_validator("offpeak")

@@ -23,7 +23,8 @@ import structlog
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
-from batchsvc.batches import finalize_queries, part_file, reaper_queries, window_file
+from batchsvc.batches import finalize_queries, garbage_queries, part_file, window_file
+from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.lifecycle import Status
@@ -32,7 +33,7 @@ from batchsvc.db.session import Database
 from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
-from workers.finished import DamagedPart, PartReader, checked
+from workers.finished import DamagedPart, PartReader
 from workers.merge import Numbers, WindowSpool
 from workers.patience import Patience
 from workers.stream import ResultStream, StreamedObject, UploadLostError
@@ -40,7 +41,6 @@ from workers.stream import ResultStream, StreamedObject, UploadLostError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_KINDS = ("output", "error")
 _PATIENCE_S = 60.0  # that a store may be silent
 _NEVER_RAN = {
     Status.CANCELLED: ("batch_cancelled", "This request was not run before the batch was cancelled."),
@@ -137,7 +137,7 @@ class _Attempt:
                 on_upload=self._note_upload,
                 persist=persist,
             )
-            for kind in _KINDS
+            for kind in keys.OUTPUT_KINDS
         }
 
     def run(self) -> bool:
@@ -152,7 +152,7 @@ class _Attempt:
                     failpoints.reach("window.merged")
             if not self._is_sound:
                 raise _StoppedError
-            completed, failed = (self._streams[kind].num_lines for kind in _KINDS)
+            completed, failed = (self._streams[kind].num_lines for kind in keys.OUTPUT_KINDS)
             if completed + failed != self._lease.total:
                 raise DamagedError(f"{completed + failed} lines were merged, but the batch has {self._lease.total}.")
             self._check()
@@ -173,7 +173,7 @@ class _Attempt:
         for stream in self._streams.values():
             stream.abort()
         stored = [stream.key for stream in self._streams.values()]
-        self._db.run(lambda session: reaper_queries.discard(session, stored))
+        self._db.run(lambda session: garbage_queries.discard(session, stored))
         self._fenced(finalize_queries.give_up)
 
     def _clear_earlier(self) -> None:
@@ -181,9 +181,11 @@ class _Attempt:
             for key, upload_id in state["uploads"]:
                 self._store.abort_multipart(key, upload_id)
         earlier = [
-            keys.output(self._lease.batch_id, epoch, kind) for epoch in range(1, self._lease.epoch) for kind in _KINDS
+            keys.output(self._lease.batch_id, epoch, kind)
+            for epoch in range(1, self._lease.epoch)
+            for kind in keys.OUTPUT_KINDS
         ]
-        self._db.run(lambda session: reaper_queries.discard(session, earlier))
+        self._db.run(lambda session: garbage_queries.discard(session, earlier))
 
     def _merge(self, window: WindowToMerge, reader: PartReader) -> None:
         with self._db.reading() as session:
@@ -223,9 +225,10 @@ class _Attempt:
             return None
         if self._lease.why == Status.COMPLETED and num_missing != window.num_lost:
             raise DamagedError(f"Window {window.no} has {len(finished)} results for {window.num_lines} lines.")
-        data = checked(self._fetch, window.line_nos_key, window.line_nos_sha256)
-        if isinstance(data, str):
-            log.error("window.damaged", batch=self._lease.batch_id, key=window.line_nos_key, reason=data)
+        try:
+            data = verified(self._fetch, window.line_nos_key, window.line_nos_sha256)
+        except DamagedObjectError as error:
+            log.warning("window.damaged", batch=self._lease.batch_id, key=error.key, reason=error.reason)
             self._is_sound = False
             self._fenced(finalize_queries.return_window, window.no)
             return None

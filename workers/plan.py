@@ -1,7 +1,8 @@
 """Task `batch.plan`: one window a run, so that a long input never holds a control worker for itself.
 
 The work is in batchsvc/batches/planning.py. A run that leaves windows to plan sends the task again; a duplicate, or a
-run that was overtaken, changes nothing.
+run that was overtaken, changes nothing. For a batch that runs already the same task rebuilds what was found damaged of
+its plan (batchsvc/batches/repair.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable
 import structlog
 
 from batchsvc.batches import finalize_queries, unit_queries
-from batchsvc.batches.planning import PlanContext, PlanProgress, plan_next_window
+from batchsvc.batches.planning import PlanProgress, plan_next_window
+from batchsvc.batches.reading import PlanContext
+from batchsvc.batches.repair import rebuild_next_window
 from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
 
@@ -28,7 +31,10 @@ class Planner:
         self._owner = owner
 
     def plan(self, batch_id: str) -> PlanProgress:
-        """Plan the next window of a batch, then send what follows from it."""
+        """Plan the next window of a batch, or rebuild a damaged one, then send what follows from it."""
+        if rebuild_next_window(self._context, batch_id, self._owner):
+            self._start(batch_id)
+            return PlanProgress.DONE
         progress = plan_next_window(self._context, batch_id, self._owner)
         log.info("batch.planned", batch=batch_id, progress=progress.name)
         follow: dict[PlanProgress, Callable[[str], None]] = {

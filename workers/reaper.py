@@ -6,7 +6,8 @@ Each step is a short transaction that is right to repeat and right to run in sev
     poison      lines that are why get their error line
     starts      each batch knows when it must start to end in time
     deadlines   batches whose time was over while they were planned; the others are finalized when due
-    plans       batches that nobody plans get their task again; what was planned of cancelled ones is forgotten
+    plans       batches that nobody plans, or rebuilds what is damaged of, get their task again; what was planned of
+                cancelled ones is forgotten
     finalizers  batches that are done, stopped or left by a dead finalizer get theirs
     quotas      batches that waited for quota start when there is room
     tickets     a model's queue is as long as it has claimable units
@@ -31,24 +32,26 @@ from batchsvc import failpoints, logs
 from batchsvc.accounts import idempotency
 from batchsvc.batches import (
     finalize_queries,
+    garbage_queries,
     lifecycle,
     plan_queries,
     queries,
     quota,
     reaper_queries,
+    repair_queries,
     unit_queries,
     worker_queries,
 )
 from batchsvc.batches.offpeak import Night
-from batchsvc.clock import monotonic_s, now_ms
+from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.files import service as files
 from batchsvc.settings import Settings
-from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from workers import poison
+from workers.garbage import Collector
 from workers.thread import WorkThread
 
 _TICKETS_AT_ONCE = 1_000
@@ -83,8 +86,10 @@ class Reaper:
         self._night = Night.from_settings(settings)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
-        self._next_audit_s = monotonic_s() + _AUDIT_LEAST_S
+        self._audit_period_s = settings.garbage_grace_s / 4
+        self._next_audit_s = monotonic_s() + self._audit_period_s
         self._stopped = threading.Event()
+        self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
         self._thread = WorkThread("reaper", self._run, self._crashed)
 
     def start(self) -> None:
@@ -122,24 +127,8 @@ class Reaper:
                 log.warning("reaper.failed", step=step.__name__.strip("_"), **logs.where(error))
 
     def audit(self) -> int:
-        """Delete old objects that nobody refers to: of ended batches all but their files, of inputs the unknown ones.
-
-        Objects of running batches are left alone: a worker may be about to count them. Returns how many were deleted.
-        """
-        oldest_ms = now_ms() - round(self._settings.garbage_grace_s * 1000)
-        deleted = 0
-        for prefix in (keys.BATCHES, keys.INPUTS):
-            some: list[str] = []
-            for key, written_ms in self._store.list_keys(prefix):
-                if written_ms <= oldest_ms:
-                    some.append(key)
-                if len(some) >= _DELETE_AT_ONCE:
-                    deleted += self._delete_orphans(some)
-                    some = []
-                if self._stopped.is_set():
-                    return deleted
-            deleted += self._delete_orphans(some)
-        return deleted
+        """Delete old objects that nobody refers to; see garbage.py."""
+        return self._garbage_collector.audit()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._wait_s()):
@@ -188,7 +177,7 @@ class Reaper:
 
     def _plans(self) -> None:
         with self._db.reading() as session:
-            due = reaper_queries.plans_due(session)
+            due = reaper_queries.plans_due(session) + repair_queries.due(session)
         self._hint(due, self._dispatcher.plan, self._plan)
 
     def _finalizers(self) -> None:
@@ -249,32 +238,18 @@ class Reaper:
             lambda session: files.expire(
                 session,
                 live_batch_of=lambda inner, file_id: queries.live_batch_of(inner, file_id, lifecycle.TERMINAL),
-                discard=lambda inner, key: reaper_queries.discard(inner, [key]),
+                discard=lambda inner, key: garbage_queries.discard(inner, [key]),
             )
         )
 
     def _garbage(self) -> None:
-        with self._db.reading() as session:
-            ripe = reaper_queries.garbage_due(session, _DELETE_AT_ONCE)
-        if ripe:
-            self._store.delete(ripe)
-            self._db.run(lambda session: reaper_queries.forget_garbage(session, ripe))
+        self._garbage_collector.delete_due()
 
     def _audit_now_and_then(self) -> None:
         if monotonic_s() >= self._next_audit_s:
-            self._next_audit_s = monotonic_s() + max(_AUDIT_LEAST_S, self._settings.garbage_grace_s / 4)
-            log.info("store.audited", deleted=self.audit())
-
-    def _delete_orphans(self, found: list[str]) -> int:
-        if not found:
-            return 0
-        batch_of = {key: keys.batch_of(key) for key in found}
-        with self._db.reading() as session:
-            running = reaper_queries.running_batches(session, {name for name in batch_of.values() if name})
-            known = files.known_keys(session, found)
-        orphans = [key for key in found if batch_of[key] not in running and key not in known]
-        self._store.delete(orphans)
-        return len(orphans)
+            self._next_audit_s = monotonic_s() + self._audit_period_s
+            if deleted := self.audit():
+                log.info("store.audited", deleted=deleted)
 
 
 def _expire_unplanned(session: Session) -> list[str]:

@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import lifecycle, models, queries, quota, reaper_queries
+from batchsvc.batches import garbage_queries, lifecycle, models, queries, quota
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -32,6 +32,14 @@ class Input:
     s3_key: str
     etag: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowObject:
+    """The object of a finished window: its line numbers and custom_ids."""
+
+    key: str
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,7 @@ class PlanClaim:
     num_lines: int
     num_problems: int
     num_listed: int
-    finished_windows: list[str]
+    finished_windows: list[WindowObject]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,7 @@ class NewUnit:
     sha256: str
     num_lines: int
     est_tokens: int
+    sure_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +107,7 @@ class NewWindow:
     next_offset: int
     input_tokens: int
     line_nos_key: str
+    line_nos_sha256: str
     reserve_nanos: int
     units: Sequence[NewUnit] = ()
     rejected: RejectedPart | None = None
@@ -138,7 +148,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         num_lines=sum(window.num_lines for window in windows),
         num_problems=batch.errors_total,
         num_listed=len(batch.errors or ()),
-        finished_windows=[window.line_nos_key for window in windows],
+        finished_windows=objects_of(windows),
     )
 
 
@@ -152,7 +162,7 @@ def let_go(session: Session, batch_id: str, epoch: int, written: Sequence[str]) 
     _change(session, batch_id, epoch, plan_lease_ms=0)
     # a commit whose answer was lost has given the objects to a window after all: they stand and fall together
     if session.scalar(select(Window.no).where(Window.batch_id == batch_id, Window.line_nos_key.in_(written))) is None:
-        reaper_queries.discard(session, written)
+        garbage_queries.discard(session, written)
 
 
 def resolve(session: Session, name: str, aliases: dict[str, Any] | None) -> Model | None:
@@ -201,34 +211,40 @@ def add_window(session: Session, batch_id: str, epoch: int, no: int, window: New
             next_offset=window.next_offset,
             input_tokens=window.input_tokens,
             line_nos_key=window.line_nos_key,
+            line_nos_sha256=window.line_nos_sha256,
             reserve_nanos=window.reserve_nanos,
         )
     )
     if window.units:
         session.execute(insert(Unit), [_unit_row(batch, no, unit) for unit in window.units])
     if rejected is not None:
-        session.add(
-            Part(
-                id=rejected.id,
-                batch_id=batch_id,
-                unit_id=None,
-                window_no=no,
-                epoch=epoch,
-                s3_key=rejected.s3_key,
-                sha256=rejected.sha256,
-                size_bytes=rejected.size_bytes,
-                bitmap=None,
-                lines_ok=0,
-                lines_err=rejected.num_lines,
-                created_ms=database_now_ms(session),
-            )
-        )
+        add_rejected(session, batch, no, rejected)
     if window.num_problems:
         batch.errors = _listed(batch, window.problems, max_problems)
         batch.errors_total += window.num_problems
     if not window.keeps_lease:
         batch.plan_lease_ms = 0
     return True
+
+
+def add_rejected(session: Session, batch: Batch, window_no: int, rejected: RejectedPart) -> None:
+    """Make the part of a window's rejected lines count."""
+    session.add(
+        Part(
+            id=rejected.id,
+            batch_id=batch.id,
+            unit_id=None,
+            window_no=window_no,
+            epoch=batch.plan_epoch,
+            s3_key=rejected.s3_key,
+            sha256=rejected.sha256,
+            size_bytes=rejected.size_bytes,
+            bitmap=None,
+            lines_ok=0,
+            lines_err=rejected.num_lines,
+            created_ms=database_now_ms(session),
+        )
+    )
 
 
 def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None = None) -> bool:
@@ -246,12 +262,18 @@ def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None 
             func.coalesce(func.sum(Window.reserve_nanos), 0),
         ).where(Window.batch_id == batch_id)
     ).one()
-    est_tokens = session.scalar(select(func.coalesce(func.sum(Unit.est_tokens), 0)).where(Unit.batch_id == batch_id))
-    refused = quota.take(session, batch, int(est_tokens or 0), quota_tokens)
+    est_tokens, sure_tokens = session.execute(
+        select(
+            func.coalesce(func.sum(Unit.est_tokens), 0),
+            func.coalesce(func.sum(Unit.sure_tokens), 0),
+        ).where(Unit.batch_id == batch_id)
+    ).one()
+    refused = quota.take(session, batch, int(est_tokens), quota_tokens)
     if refused is not None:
         return fail(session, batch_id, epoch, refused, [], num_problems=0, max_problems=1)
     values = {
-        "est_tokens": int(est_tokens or 0),
+        "est_tokens": int(est_tokens),
+        "sure_tokens": int(sure_tokens),
         "total": int(lines),
         "failed": int(rejected),
         "reserved_nanos": int(nanos),
@@ -309,11 +331,29 @@ def is_validating(session: Session, batch_id: str) -> bool:
 def discard_unstarted(session: Session, batch_id: str) -> None:
     """Forget the plan of a batch that ended while validating: rows go, objects are deleted later."""
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
-    if batch is None or batch.status not in lifecycle.TERMINAL or batch.in_progress_ms is not None:
-        return
+    if batch is not None and batch.status in lifecycle.TERMINAL and batch.in_progress_ms is None:
+        _discard_plan(session, batch_id)
+
+
+def start_over(session: Session, batch_id: str, epoch: int) -> bool:
+    """Forget what was planned of a batch so far, and plan it from its first line. False: the lease is lost."""
+    batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
+    if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
+        return False
+    batch.errors, batch.errors_total, batch.plan_lease_ms = None, 0, 0
+    _discard_plan(session, batch_id)
+    return True
+
+
+def objects_of(windows: Sequence[Window]) -> list[WindowObject]:
+    """Where the custom_ids of windows are."""
+    return [WindowObject(key=window.line_nos_key, sha256=window.line_nos_sha256) for window in windows]
+
+
+def _discard_plan(session: Session, batch_id: str) -> None:
     columns = ((Unit, Unit.s3_key), (Part, Part.s3_key), (Window, Window.line_nos_key))
     for table, column in columns:
-        reaper_queries.discard(session, session.scalars(select(column).where(table.batch_id == batch_id)).all())
+        garbage_queries.discard(session, session.scalars(select(column).where(table.batch_id == batch_id)).all())
         session.execute(delete(table).where(table.batch_id == batch_id))
 
 
@@ -339,6 +379,7 @@ def _unit_row(batch: Batch, window_no: int, unit: NewUnit) -> dict[str, Any]:
         "sha256": unit.sha256,
         "num_lines": unit.num_lines,
         "est_tokens": unit.est_tokens,
+        "sure_tokens": unit.sure_tokens,
         "state": "pending",
         "epoch": 0,
         "lease_ms": 0,

@@ -5,15 +5,13 @@ What it does to units, workers and finalizers stands with these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-
-from sqlalchemy import delete, exists, func, select, update
+from sqlalchemy import exists, func, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import lifecycle
 from batchsvc.batches.claim_rank import latest_start_ms
-from batchsvc.batches.lifecycle import TERMINAL, Status
-from batchsvc.batches.tables import Batch, Garbage, Part, Window
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import Batch, Part, Window
 from batchsvc.db.session import database_now_ms
 
 _RATE_MS = 600_000  # how far back a rate is looked for,
@@ -93,29 +91,5 @@ def _rates(session: Session, now_ms: int) -> dict[str, float]:
         .where(Part.created_ms > now_ms - _RATE_MS, Part.unit_id.is_not(None), Part.is_void.is_(False))
         .group_by(Batch.model_digest)
     )
-    spans = {digest: (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
+    spans = {digest or "": (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
     return {digest: tokens * 1000 / span_ms for digest, (tokens, span_ms) in spans.items() if span_ms >= _RATE_LEAST_MS}
-
-
-def discard(session: Session, keys: Iterable[str], *, grace_s: float = 0) -> None:
-    """Have objects deleted after `grace_s`."""
-    not_before = database_now_ms(session) + round(grace_s * 1000)
-    for key in keys:
-        session.merge(Garbage(s3_key=key, not_before_ms=not_before))
-
-
-def garbage_due(session: Session, limit: int) -> list[str]:
-    """Objects to delete now."""
-    ripe = select(Garbage.s3_key).where(Garbage.not_before_ms <= database_now_ms(session))
-    return list(session.scalars(ripe.order_by(Garbage.not_before_ms).limit(limit)))
-
-
-def forget_garbage(session: Session, keys: Sequence[str]) -> None:
-    """Note that objects are deleted."""
-    session.execute(delete(Garbage).where(Garbage.s3_key.in_(keys)))
-
-
-def running_batches(session: Session, batch_ids: Collection[str]) -> set[str]:
-    """Those of these ids whose batch hasn't ended: their objects are no business of the audit."""
-    running = select(Batch.id).where(Batch.id.in_(batch_ids), Batch.status.not_in(TERMINAL))
-    return set(session.scalars(running))

@@ -9,6 +9,7 @@ from __future__ import annotations
 PROBE = "probe/ready"  # written by the readiness check
 INPUTS = "in/"  # prefix of all uploads
 BATCHES = "batch/"  # prefix of all that belongs to batches
+OUTPUT_KINDS = ("output", "error")
 
 
 def input_file(project_id: str, file_id: str) -> str:

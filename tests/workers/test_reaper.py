@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from batchsvc.batches import reaper_queries, service, unit_queries, worker_queries
+from batchsvc.batches import garbage_queries, service, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Unit, Window, Worker
-from batchsvc.clock import now_ms
 from batchsvc.files import service as files
 from tests.workers.conftest import DIGEST, World
 from workers.reaper import Reaper
@@ -152,37 +151,6 @@ def test_files_past_their_life_go_and_so_do_their_objects(world: World) -> None:
 def test_garbage_waits_for_its_time(world: World) -> None:
     for key, grace_s in (("g/now", 0), ("g/later", 600)):
         world.store.put(key, b"x")
-        world.db.run(lambda session, key=key, grace_s=grace_s: reaper_queries.discard(session, [key], grace_s=grace_s))
+        world.db.run(lambda session, key=key, grace_s=grace_s: garbage_queries.discard(session, [key], grace_s=grace_s))
     reaper(world, Line()).tick()
     assert world.store.head("g/now") is None and world.store.head("g/later") is not None
-
-
-def test_the_audit_deletes_what_nobody_refers_to(world: World) -> None:
-    world.settings = world.settings.model_copy(update={"garbage_grace_s": 0})
-    running = world.add_batch(num_lines=2, unit_lines=2)
-    ended = world.add_batch(num_lines=2, unit_lines=2)
-    world.set_batch(ended, status=Status.COMPLETED)
-    project_id = world.units(ended)[0].project_id
-    kept = [f"batch/{ended}/out/1/output.jsonl", f"in/{project_id}/file-kept", f"batch/{running}/part/orphan"]
-    gone = [f"batch/{ended}/part/orphan", "batch/batch_never/part/x", f"in/{project_id}/file-lost"]
-    for key in kept + gone:
-        world.store.put(key, b"x")
-    with world.db.transaction() as session:
-        for key in kept[:2]:
-            files.add_result(
-                session,
-                project_id=project_id,
-                filename="f",
-                s3_key=key,
-                etag="",
-                sha256="",
-                size_bytes=1,
-                created_ms=now_ms(),
-                expires_ms=now_ms() + 10**6,
-            )
-    time.sleep(1.1)  # the store tells the time of a write in whole seconds
-    deleted = reaper(world, Line()).audit()
-    assert all(world.store.head(key) for key in kept)
-    assert not any(world.store.head(key) for key in gone)
-    assert deleted == len(gone) + 2, "the ended batch's unit and window file go too"
-    assert world.store.head(world.units(running)[0].s3_key)

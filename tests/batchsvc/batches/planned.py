@@ -14,7 +14,8 @@ from batchsvc import ids, tables
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import models, part_file, planning, unit_file, window_file
 from batchsvc.batches.part_file import PartLine
-from batchsvc.batches.planning import PlanContext, PlanProgress
+from batchsvc.batches.planning import PlanProgress
+from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Batch, Garbage, Part, Unit, Window
 from batchsvc.batches.unit_file import UnitFile
 from batchsvc.batches.window_file import WindowLines

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchsvc.batches import planning
-from batchsvc.batches.planning import PlanContext, PlanProgress
+from batchsvc.batches.planning import PlanProgress
+from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Unit, Window
 from batchsvc.billing import pricing
 from batchsvc.money import Rates

@@ -21,7 +21,8 @@ NUM_LINES = 50_000
 _CHILD = """
 import json, resource, sys, time
 import batchsvc.tables
-from batchsvc.batches.planning import PlanContext, PlanProgress, plan_next_window
+from batchsvc.batches.planning import PlanProgress, plan_next_window
+from batchsvc.batches.reading import PlanContext
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore

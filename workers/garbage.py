@@ -1,0 +1,89 @@
+"""Deletes objects that nobody needs: those that were marked, and those that an audit of the bucket finds.
+
+Dead attempts leave objects that no row names: parts that never counted, files of an overtaken planner, results of an
+overtaken finalizer, saved sequences, uploads of an API process that died, and uploads in parts that nobody completes.
+The audit walks the bucket and takes what is older than the grace and not referred to (garbage_queries tells what is).
+
+What was written may yet be about to count: its writer stores it first and commits its row then. The commit is fenced
+by a lease, so nothing can count that is older than the longest lease and what a worker believes of it: the grace is
+more than two leases (settings check it), by default a day. What was marked is looked at once more before it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import structlog
+
+from batchsvc.batches import garbage_queries
+from batchsvc.clock import now_ms
+from batchsvc.db.session import Database
+from batchsvc.settings import Settings
+from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
+
+_AT_ONCE = 500
+_PREFIXES = (keys.BATCHES, keys.INPUTS)
+
+log = structlog.get_logger(__name__)
+
+
+class Collector:
+    """The garbage collection of one control process; several at once do no harm. `is_stopping` ends a walk."""
+
+    def __init__(
+        self, settings: Settings, db: Database, store: ObjectStore, is_stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._grace_ms = round(settings.garbage_grace_s * 1000)
+        self._db = db
+        self._store = store
+        self._is_stopping = is_stopping
+
+    def delete_due(self) -> int:
+        """Delete what was marked and is due, a bounded number at once. Returns how many objects went."""
+        with self._db.reading() as session:
+            due = garbage_queries.due(session, _AT_ONCE)
+        deleted = self._delete_orphans(due)
+        if due:
+            self._db.run(lambda session: garbage_queries.forget(session, due))
+        return deleted
+
+    def audit(self) -> int:
+        """Walk the bucket and delete what is old and not referred to. Returns how many objects and uploads went."""
+        oldest_ms = now_ms() - self._grace_ms
+        deleted = 0
+        for prefix in _PREFIXES:
+            old = (key for key, written_ms in self._store.list_keys(prefix) if written_ms <= oldest_ms)
+            for some in _pieces(old):
+                if self._is_stopping():
+                    return deleted
+                deleted += self._delete_orphans(some)
+            deleted += self._abort_uploads(prefix, oldest_ms)
+        return deleted
+
+    def _delete_orphans(self, found: list[str]) -> int:
+        if not found:
+            return 0
+        with self._db.reading() as session:
+            needed = garbage_queries.referred_to(session, found)
+        orphans = [key for key in found if key not in needed]
+        if orphans:
+            self._store.delete(orphans)
+        return len(orphans)
+
+    def _abort_uploads(self, prefix: str, oldest_ms: int) -> int:
+        old = [upload for upload in self._store.list_uploads(prefix) if upload.started_ms <= oldest_ms]
+        with self._db.reading() as session:
+            live = garbage_queries.finalizing(session, {upload.key for upload in old})
+        aborted = [upload for upload in old if upload.key not in live]
+        for upload in aborted:
+            log.info("upload.aborted", key=upload.key)
+            self._store.abort_multipart(upload.key, upload.upload_id)
+        return len(aborted)
+
+
+def _pieces(items: Iterable[str]) -> Iterator[list[str]]:
+    left = iter(items)
+    while some := list(islice(left, _AT_ONCE)):
+        yield some

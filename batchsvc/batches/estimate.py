@@ -2,12 +2,12 @@
 
 1. The rate is told from samples of the work done, on a clock that stands still while the batch may not run. Nothing is
    said before work was seen for as long as workers keep finished lines to themselves.
-2. Two rates bracket what is to come: over all the time seen, and over its last third. How much the rate varied from
-   one eighth of that time to the next says how far either may be wrong.
+2. Rates bracket what is to come: over all the time seen, over its last third, and without the times at which nothing
+   was done. How much the rate varied from one eighth of the time to the next says how far they may be wrong.
 3. Batches of the same model share the workers: the earliest end assumes that each leaves as it ends, the latest that
    those with a claim to go first do.
 4. What is left is as uncertain as the lengths of answers, the fewer have ended the more. The latest end also holds
-   one worker that dies, and a tail in which only the longest answers are left.
+   one worker that dies, and a tail in which only the longest answers are left, or one worker's last unit.
 5. A deadline cuts both: what isn't done by then is never run.
 
 All arithmetic is on tokens of work (batches/progress.py); no clock is read and no row.
@@ -28,6 +28,7 @@ _SPREAD = 2.0  # deviations of the mean rate
 _LEAST_ERROR = 0.15
 _MOST_ERROR = 1.5
 _LINE_ERROR = 2.0  # how far one line may be off, as a share
+_MOST_IDLE = 0.75  # of the time seen
 _MOST_TAIL = 3.0  # mean times of a line that the last ones take
 _LOWEST_RATE = 1 / 3  # of what was seen overall, however quiet the last third was
 _MERGE_LINES_PER_S = (100_000.0, 8_000.0)  # at best, and counted on
@@ -54,13 +55,33 @@ class AnyTime:
         return since_ms + work_ms
 
 
+class HabitSettings(Protocol):
+    """What the settings say of the habits."""
+
+    @property
+    def flush_s(self) -> float: ...
+    @property
+    def lease_s(self) -> float: ...
+    @property
+    def reaper_s(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
     """How a deployment works: how long workers keep lines to themselves, and how long a death goes unseen."""
 
-    flush_ms: float
-    death_ms: float
-    tick_ms: float
+    flush_ms: float = 5_000
+    death_ms: float = 40_000
+    tick_ms: float = 5_000
+
+    @classmethod
+    def from_settings(cls, settings: HabitSettings) -> Habits:
+        """Those of a deployment."""
+        return cls(
+            flush_ms=settings.flush_s * 1000,
+            death_ms=(settings.lease_s + 2 * settings.reaper_s) * 1000,
+            tick_ms=settings.reaper_s * 1000,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +91,13 @@ class Neighbour:
     left_tokens: float
     rate: float
     is_ahead: bool
+
+
+class Hands(NamedTuple):
+    """Who works on a batch: how many workers hold units of it, and the predicted tokens of the largest of these."""
+
+    workers: int = 0
+    unit_tokens: float = 0.0
 
 
 class Interval(NamedTuple):
@@ -90,10 +118,12 @@ class Interval(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Tokens a millisecond: over all that was seen and lately, its relative error, and the longest silence."""
+    """Tokens a millisecond: over all that was seen, lately, and while anything was done; their relative error, and
+    the longest silence."""
 
     overall: float
     recent: float
+    busy: float
     error: float
     longest_gap_ms: float
 
@@ -111,21 +141,18 @@ def lines_end(
     clock: WorkClock,
     now_ms: float,
     *,
-    running_lines: int = 0,
+    hands: Hands = Hands(),
     neighbours: Sequence[Neighbour] = (),
 ) -> Interval | None:
-    """When the last line of a batch ends, were there no deadline. None: no rate is known.
-
-    `running_lines`: sequences of it that are under way side by side.
-    """
+    """When the last line of a batch ends, were there no deadline. None: no rate is known."""
     if work.finished_tokens >= work.est_tokens:
         return Interval(now_ms, now_ms)
     seen = _rates(samples, now_ms, habits, clock)
     if seen is None:
         return None
-    fast = max(seen.overall, seen.recent)
+    fast = max(seen.overall, seen.recent, seen.busy)
     slow = max(min(seen.overall, seen.recent), _LOWEST_RATE * seen.overall)
-    error = 1 + math.hypot(seen.error, _LINE_ERROR / math.sqrt(work.ended_lines + 1))
+    error = 1 + math.hypot(seen.error, work.guessed * _LINE_ERROR / math.sqrt(work.ended_lines + 1))
     least, most = work.left_tokens(0.0) / error, work.left_tokens(1.0) * error
     low, high = least / fast, most / slow
     if neighbours:
@@ -134,7 +161,7 @@ def lines_end(
         ahead = sum(other.left_tokens for other in neighbours if other.is_ahead)
         low = min(low, (least + shared) / total)
         high = max(high, (most + ahead * error) / (total * slow / fast))
-    high += _tail_ms(work, running_lines, slow) + max(habits.death_ms, seen.longest_gap_ms) + habits.flush_ms
+    high += _tail_ms(work, hands, most, slow) + max(habits.death_ms, seen.longest_gap_ms) + habits.flush_ms
     low -= habits.flush_ms  # workers keep lines to themselves that are finished
     return Interval(clock.after_ms(now_ms, max(low, 0.0)), clock.after_ms(now_ms, high))
 
@@ -156,11 +183,12 @@ def merge_left(*, merged_lines: int, total: int, since_ms: float, now_ms: float,
     return Interval(now_ms, now_ms).later(left_ms / 2, 2 * left_ms + whole.high_ms / 4)
 
 
-def _tail_ms(work: Work, running_lines: int, slow: float) -> float:
-    """How long the last lines run on when most have ended, if many run side by side and none faster for that."""
-    left_lines = work.lines * (1 - work.finished_tokens / max(work.est_tokens, 1))
-    line_ms = running_lines * work.line_tokens / slow
-    return line_ms * min(math.log1p(min(left_lines, running_lines)), _MOST_TAIL)
+def _tail_ms(work: Work, hands: Hands, most: float, slow: float) -> float:
+    """How long the last ones run on when most have ended: lines that run side by side and none faster for that, and
+    the last unit of one worker while the others have none."""
+    line_ms = work.running_lines * work.long_tokens / slow
+    alone_ms = (hands.workers - 1) * min(most, hands.unit_tokens) / 2 / slow if hands.workers else 0.0
+    return line_ms * min(math.log1p(min(work.unfinished_lines, work.running_lines)), _MOST_TAIL) + alone_ms
 
 
 def _rates(samples: Sequence[Sample], now_ms: float, habits: Habits, clock: WorkClock) -> _Rates | None:
@@ -181,11 +209,14 @@ def _rates(samples: Sequence[Sample], now_ms: float, habits: Habits, clock: Work
     mean = tokens[-1] / _SEGMENTS
     deviation = math.sqrt(sum((step - mean) ** 2 for step in steps) / (_SEGMENTS - 1)) / mean
     error = math.hypot(_SPREAD * deviation * math.sqrt(2 / _SEGMENTS), _LEAST_ERROR, habits.flush_ms / span_ms)
+    gaps = [after - before for before, after in pairwise(times)]
+    idle_ms = sum(max(0.0, gap - 2 * habits.flush_ms - span_ms / _SEGMENTS) for gap in gaps)
     return _Rates(
         overall=tokens[-1] / span_ms,
+        busy=tokens[-1] / (span_ms - min(idle_ms, _MOST_IDLE * span_ms)),
         recent=(tokens[-1] - _at(times, tokens, span_ms * 2 / 3)) / (span_ms / 3),
         error=min(error, _MOST_ERROR),
-        longest_gap_ms=max(after - before for before, after in pairwise(times)),
+        longest_gap_ms=max(gaps),
     )
 
 

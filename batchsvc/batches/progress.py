@@ -2,8 +2,8 @@
 
 Work is counted in tokens: what finished lines took and what running sequences have generated is done; what is left is
 predicted, by the plan at first and by how the lines that ended compare with it later. Short answers end first, so they
-tell the least that is left; counting what still runs against those that ended tells the most, as if an answer that got
-far had as much before it as any other.
+tell the least that is left; the most is told by counting what still runs against those that ended, and by expecting
+of an answer under way as much again as it has.
 
 The last `MERGING_PPM` of a batch are for putting its results together. Who shows a share shows the most that was ever
 true (`batches.progress_ppm`): predictions grow and parts may be found damaged, and nobody sees that as a step back.
@@ -33,14 +33,17 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The work of a batch. The plan predicted `est_tokens` for its `lines`, and `finished_tokens` for those of them
-    that ended, which took `took_tokens`. Sequences under way have generated `running_tokens`."""
+    """The work of a batch. The plan predicted `est_tokens` for its `lines`, `sure_tokens` of it for lines whose length
+    is certain, and `finished_tokens` for those that ended, which took `took_tokens`. `running_lines` are under way and
+    have generated `running_tokens`."""
 
     est_tokens: int
     lines: int
     finished_tokens: int = 0
     took_tokens: int = 0
     running_tokens: int = 0
+    running_lines: int = 0
+    sure_tokens: int = 0
 
     @property
     def done_tokens(self) -> int:
@@ -52,19 +55,36 @@ class Work:
         return self.finished_tokens * self.lines / self.est_tokens if self.est_tokens else 0.0
 
     @property
-    def line_tokens(self) -> float:
-        """What a line takes."""
-        return self.est_tokens / max(self.lines, 1) * self._stretch(0.0)
+    def unfinished_lines(self) -> float:
+        """How many lines of the usual size are left."""
+        return max(0.0, self.lines - self.ended_lines)
 
-    def left_tokens(self, caution: float = 0.5) -> float:
+    @property
+    def long_tokens(self) -> float:
+        """What a line under way takes yet, if it is one of the long ones: as much as it has, or as any other."""
+        age = self.running_tokens / self.running_lines if self.running_lines else 0.0
+        return max(age, self._line_tokens * self._stretch(self.running_tokens))
+
+    @property
+    def guessed(self) -> float:
+        """The share of the predictions that are guesses."""
+        return 1 - min(self.sure_tokens / self.est_tokens, 1.0) if self.est_tokens else 1.0
+
+    def left_tokens(self, caution: float = 1.0) -> float:
         """What is left: the least that is likely at a caution of 0, the most at 1."""
         unfinished = max(0, self.est_tokens - self.finished_tokens)
         least = max(unfinished * self._stretch(0.0) - self.running_tokens, _LEAST_LEFT * unfinished)
-        return (1 - caution) * least + caution * max(unfinished * self._stretch(self.running_tokens), least)
+        waiting = max(0.0, unfinished - self.running_lines * self._line_tokens) * self._stretch(self.running_tokens)
+        running = min(self.running_lines, self.unfinished_lines) * self.long_tokens
+        return least + caution * self.guessed * max(0.0, waiting + running - least)
+
+    @property
+    def _line_tokens(self) -> float:
+        return self.est_tokens / max(self.lines, 1)
 
     def _stretch(self, running_tokens: float) -> float:
         """How much longer than predicted lines get."""
-        belief = _LINES_OF_BELIEF * self.est_tokens / max(self.lines, 1)
+        belief = (_LINES_OF_BELIEF + self.running_lines) * self._line_tokens
         expected = self.finished_tokens + belief
         return (self.took_tokens + running_tokens + belief) / expected if expected else 1.0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import progress_queries
+from batchsvc.batches import poison_queries, progress_queries
 from batchsvc.batches.tables import Batch, Unit
 from batchsvc.db.session import database_now_ms
 
@@ -29,9 +29,9 @@ def save(session: Session, unit_id: str, epoch: int, saved: SavedSequences) -> b
     unit = session.get(Unit, unit_id, with_for_update=True, populate_existing=True)
     if batch is None or unit is None or unit.state != "leased" or unit.epoch != epoch:
         return False
-    batch.running_tokens += saved.num_tokens - unit.running_tokens
-    unit.running_tokens, unit.running_lines = saved.num_tokens, saved.num_lines
+    progress_queries.set_running(batch, unit, lines=saved.num_lines, tokens=saved.num_tokens)
     if saved.key is not None:
         unit.resume_key, unit.resume_sha256 = saved.key, saved.sha256
+        poison_queries.note_saved(batch, unit)
     progress_queries.note_work(batch, database_now_ms(session))
     return True

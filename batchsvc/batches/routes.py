@@ -14,6 +14,7 @@ from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import AdminDep, CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
 from batchsvc.batches import poison_queries, service
+from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
@@ -103,7 +104,8 @@ def resume_batch(_admin: AdminDep, context: ContextDep, batch_id: str) -> dict[s
 
 def _shown(session: Session, context: Context, rows: Sequence[Batch]) -> list[dict[str, Any]]:
     settings = context.settings
-    return service.show(session, rows, settings.renew_s, Night.from_settings(settings))
+    habits = Habits.from_settings(settings)
+    return service.show(session, rows, settings.renew_s, Night.from_settings(settings), habits)
 
 
 def _batch_only(path: str) -> None:

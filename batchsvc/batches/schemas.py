@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.outlook import Outlook
 from batchsvc.batches.scaling import Demand
 from batchsvc.batches.tables import Batch, Model
 
@@ -60,7 +61,7 @@ class CreateAlias(BaseModel):
     target: str
 
 
-def batch_object(row: Batch, *, waiting_for: str | None, scheduled_ms: int | None) -> dict[str, Any]:
+def batch_object(row: Batch, outlook: Outlook, *, waiting_for: str | None, scheduled_ms: int | None) -> dict[str, Any]:
     """A batch as the API shows it. `usage` is there from `in_progress` on: before, nobody knows any token."""
     status = shown_status(row)
     has_started = row.in_progress_ms is not None
@@ -97,6 +98,7 @@ def batch_object(row: Batch, *, waiting_for: str | None, scheduled_ms: int | Non
         "name": row.name,
         "priority": row.priority,
         "on_quota": row.on_quota,
+        **outlook.shown(),
         "waiting_for": waiting_for,
         "scheduled_for": _seconds(scheduled_ms),
         "pause_reason": row.pause_reason if row.is_paused else None,

@@ -13,8 +13,9 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import completion, models, queries, waiting
+from batchsvc.batches import completion, models, outlook, queries, waiting
 from batchsvc.batches.completion import CompletionWindow
+from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
@@ -147,11 +148,24 @@ def live_batch_of(session: Session, file_id: str) -> str | None:
     return queries.live_batch_of(session, file_id, TERMINAL)
 
 
-def show(session: Session, rows: Sequence[Batch], renew_s: float, night: Night | None = None) -> list[dict[str, Any]]:
-    """Batches as the API shows them, each with what it waits for."""
-    around = waiting.look_around(session, rows, night or Night(), renew_s)
+def show(
+    session: Session,
+    rows: Sequence[Batch],
+    renew_s: float,
+    night: Night | None = None,
+    habits: Habits | None = None,
+) -> list[dict[str, Any]]:
+    """Batches as the API shows them, each with how far it is, when it will end, and what it waits for."""
+    night = night or Night()
+    around = waiting.look_around(session, rows, night, renew_s)
+    looks = outlook.outlooks(session, rows, night, habits or Habits())
     return [
-        batch_object(row, waiting_for=waiting.waiting_for(row, around), scheduled_ms=waiting.scheduled_ms(row, around))
+        batch_object(
+            row,
+            looks[row.id],
+            waiting_for=waiting.waiting_for(row, around),
+            scheduled_ms=waiting.scheduled_ms(row, around),
+        )
         for row in rows
     ]
 

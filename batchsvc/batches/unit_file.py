@@ -62,7 +62,19 @@ class UnitRow:
         """Predicted work of this line: uncached input, and output. A row runs once: its first line stands for all."""
         if member > 0:
             return 0
-        return len(self.prompt_ids) - self.planned_cached_tokens + _expected_outputs(self.params, self.max_tokens)
+        return len(self.prompt_ids) - self.planned_cached_tokens + self._est_outputs
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nothing but `max_tokens` can end the answer, so that its length is certain."""
+        has_ends = self.params.get("stop") or self.params.get("stop_token_ids") or not self.params.get("ignore_eos")
+        return self.max_tokens == 1 or not has_ends
+
+    @property
+    def _est_outputs(self) -> int:
+        """Length of an answer before any sibling is known: as in engine/sched/forecast.py, a quarter of the most."""
+        guess = max(math.ceil(self.max_tokens / 4), self.params.get("min_tokens", 0))
+        return self.max_tokens if self.is_sure else min(guess, self.max_tokens)
 
 
 class UnitLine(NamedTuple):
@@ -89,15 +101,6 @@ class UnitFile:
             for member in range(len(row.line_nos)):
                 yield UnitLine(bit, index, member)
                 bit += 1
-
-
-def _expected_outputs(params: dict[str, Any], max_tokens: int) -> int:
-    """Length of an answer before any sibling is known: certain where only `max_tokens` ends it, else a quarter of it,
-    as in engine/sched/forecast.py."""
-    has_ends = params.get("stop") or params.get("stop_token_ids") or not params.get("ignore_eos")
-    if not has_ends:
-        return max_tokens
-    return min(max(math.ceil(max_tokens / 4), params.get("min_tokens", 0)), max_tokens)
 
 
 def line_seed(batch_id: str, line_no: int) -> int:

@@ -36,10 +36,11 @@ def upgrade() -> None:
     # predicted work
     op.add_column("batches", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
     # progress
-    for column in ("est_done_tokens", "running_tokens", "running_lines", "merged_lines", "progress_ppm"):
+    for column in ("sure_tokens", "est_done_tokens", "running_tokens", "running_lines", "merged_lines", "progress_ppm"):
         op.add_column("batches", sa.Column(column, BIG, nullable=False, server_default="0"))
     op.add_column("batches", sa.Column("progress_samples", JSON, nullable=True))
     op.add_column("parts", sa.Column("est_tokens", BIG, nullable=False, server_default="0"))
+    op.add_column("units", sa.Column("sure_tokens", BIG, nullable=False, server_default="0"))
     op.add_column("units", sa.Column("running_tokens", BIG, nullable=False, server_default="0"))
     op.add_column("units", sa.Column("running_lines", BIG, nullable=False, server_default="0"))
     # unfinished sequences
@@ -116,9 +117,10 @@ def downgrade() -> None:
     op.drop_column("units", "resume_key")
     op.drop_column("units", "running_lines")
     op.drop_column("units", "running_tokens")
+    op.drop_column("units", "sure_tokens")
     op.drop_column("parts", "est_tokens")
     op.drop_column("batches", "progress_samples")
-    for column in ("progress_ppm", "merged_lines", "running_lines", "running_tokens", "est_done_tokens"):
+    for column in ("progress_ppm", "merged_lines", "running_lines", "running_tokens", "est_done_tokens", "sure_tokens"):
         op.drop_column("batches", column)
     op.drop_column("batches", "est_tokens")
     op.drop_column("windows", "line_nos_sha256")

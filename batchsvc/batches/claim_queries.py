@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, SQLColumnExpression, and_, exists, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_rank, poison
 from batchsvc.batches.claim_rank import Candidate, Holding
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
+
+Conditions = tuple[SQLColumnExpression[bool], ...]
 
 _CLOCK = ""  # project_id of the model's clock
 
@@ -47,7 +49,7 @@ class LeasedUnit:
     epoch: int
 
 
-def claimable(now_ms: int, *, is_night: bool) -> tuple[ColumnElement[bool], ...]:
+def claimable(now_ms: int, *, is_night: bool) -> Conditions:
     """What makes a unit claimable, as conditions on a unit joined with its batch."""
     return (*_is_ready(now_ms), *_may_run(now_ms, is_night=is_night))
 
@@ -97,14 +99,14 @@ def charge(session: Session, project_id: str, model_digest: str, tokens: int) ->
         session.execute(update(Share).where(*mine).values(vtime=Share.vtime + added))
 
 
-def _is_ready(now_ms: int) -> tuple[ColumnElement[bool], ...]:
+def _is_ready(now_ms: int) -> Conditions:
     # the last condition leaves out what is poison: the reaper writes its error line
     return (Unit.state == "ready", Unit.not_before_ms <= now_ms, Unit.crash_count < poison.CRASHES)
 
 
-def _may_run(now_ms: int, *, is_night: bool) -> tuple[ColumnElement[bool], ...]:
+def _may_run(now_ms: int, *, is_night: bool) -> Conditions:
     """Conditions on a batch: it runs, nobody paused it, its tokens fit the quota, and it is its time of day."""
-    conditions: tuple[ColumnElement[bool], ...] = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota)
+    conditions: Conditions = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota)
     if is_night:
         return conditions
     # a batch that is late, or already merges, doesn't wait for the night
@@ -276,8 +278,8 @@ def _is_warden(session: Session, claimer: Claimer) -> bool:
 def _lease(
     session: Session,
     claimer: Claimer,
-    which: Sequence[ColumnElement[bool]],
-    order: Sequence[ColumnElement[Any] | InstrumentedAttribute[Any]],
+    which: Conditions,
+    order: tuple[SQLColumnExpression[Any], ...],
     limit: int,
 ) -> list[LeasedUnit]:
     """Lease the first of these units, given as conditions on unit and batch, that nobody else is about to take."""

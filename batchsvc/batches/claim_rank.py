@@ -55,8 +55,8 @@ def vtime_of(tokens: int, weight: int) -> int:
 
 
 def clock_after(clock: int, vtimes: Iterable[int]) -> int:
-    """The model's clock, once these projects are known to be active."""
-    return min((max(vtime, clock) for vtime in vtimes), default=clock)
+    """The model's clock, once these projects are known to be active; those behind it have just come (back)."""
+    return min((vtime for vtime in vtimes if vtime >= clock), default=clock)
 
 
 def by_rank(candidates: Sequence[Candidate], held: Mapping[str, int], clock: int) -> list[Candidate]:

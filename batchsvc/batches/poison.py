@@ -10,7 +10,8 @@ sets a unit's crashes to 0, and its batch's.
 3. A suspect of one line that crashes twice is poison: an error line.
 
 So a poison line among 512 costs at most 12 crashes, and a healthy line is condemned only if its process dies four
-times in a row within moments of its start, twice of it while it runs alone: kills at random don't do that.
+times in a row within moments of its start, twice of it while it runs alone. Kills at random don't do that: a suspect's
+lines become a part as soon as they are finished, so it is in danger for fractions of a second.
 
 The brake pauses a batch, for an operator to look at, when it crashes more than 3 times in 10 minutes without any
 progress in between, or when more than 3 of its lines were poison within 10 minutes. Crashes less than 5 s apart are

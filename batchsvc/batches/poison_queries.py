@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import poison
+from batchsvc.batches import poison, progress_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.poison import Verdict
 from batchsvc.batches.tables import Batch, Unit
@@ -58,6 +58,13 @@ def note_progress(batch: Batch, unit: Unit) -> None:
         batch.crash_times = None
 
 
+def note_saved(batch: Batch, unit: Unit) -> None:
+    """The same when unfinished sequences were saved; a suspect stays one until a line is finished."""
+    unit.crash_count = 0
+    if batch.crash_times:
+        batch.crash_times = None
+
+
 def note_poison(session: Session, batch_id: str) -> None:
     """Count a line that was found to be poison, after its error line; too many of them pause the batch."""
     batch = session.get_one(Batch, batch_id, with_for_update=True, populate_existing=True)
@@ -96,6 +103,9 @@ def _split(session: Session, batch: Batch, unit: Unit, lacking: int) -> None:
     """Leave the first half of the lines to the unit, and give the others to a new one; both are suspects."""
     everything = (1 << unit.num_lines) - 1
     first, second = poison.halves(lacking)
+    # what was saved of its sequences may be what ends the engine: both halves begin anew
+    unit.resume_key = unit.resume_sha256 = None
+    progress_queries.set_running(batch, unit, lines=0, tokens=0)
     last_no = session.scalar(select(func.max(Unit.no)).where(Unit.batch_id == unit.batch_id)) or 0
     other = Unit(
         id=ids.unit_id(),

@@ -121,9 +121,17 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, chunks: list[Chunk]) -> Iterator[int | None]:
         """Ids for the wanted rows [R, hidden], in order."""
         rows = [row for chunk in chunks for row in self._sample_rows(chunk)]
-        for start in range(0, len(rows), LOGIT_ROWS):
-            part = slice(start, start + LOGIT_ROWS)
-            yield from sample(self._decoder.logits(hidden[part]), rows[part])
+        ids: list[int | None] = [None] * len(rows)
+        greedy = [i for i, row in enumerate(rows) if row.is_argmax]
+        if greedy:
+            for i, token in zip(greedy, self._decoder.best(hidden[greedy]).tolist(), strict=True):
+                ids[i] = token if token >= 0 else None
+        others = [i for i, row in enumerate(rows) if not row.is_argmax]
+        for start in range(0, len(others), LOGIT_ROWS):
+            some = others[start : start + LOGIT_ROWS]
+            for i, drawn in zip(some, sample(self._decoder.logits(hidden[some]), [rows[i] for i in some]), strict=True):
+                ids[i] = drawn
+        return iter(ids)
 
     def _sample_rows(self, chunk: Chunk) -> list[SampleRow]:
         first = chunk.logit_rows[0] if chunk.logit_rows else 0

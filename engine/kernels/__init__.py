@@ -25,8 +25,8 @@ __all__ = ["Kernels", "Matrix", "Product", "Rows", "SequenceSpan", "choose", "ov
 class Kernels(Protocol):
     """One tier, for one model and its formats. T rows of a step; `x` is the residual stream, float32 [T, hidden].
 
-    `norm`, `pack_rows` and `silu_mul` end in `Rows`, ready for `linear`; `add`, `silu_mul` and `store_qkv` begin with
-    a `Product`, so that a tier can fuse scales and formats into them. `add` modifies `x`; `store_qkv` writes the cache.
+    `norm`, `pack_rows` and `linear_silu` end in `Rows`, ready for the next matmul; `linear_add` modifies `x`;
+    `store_qkv` writes the cache. What follows a matmul is part of its verb, or takes its `Product`: a tier can fuse it.
     """
 
     @property
@@ -47,10 +47,15 @@ class Kernels(Protocol):
 
     def linear(self, rows: Rows, matrix: Matrix) -> Product: ...
 
-    def add(self, product: Product, x: Tensor) -> None: ...
+    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
+        """x += rows times matrix."""
 
-    def silu_mul(self, product: Product) -> Rows:
-        """product [T, gate | up] -> silu(gate) * up."""
+    def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
+        """rows times matrix [gate | up] -> silu(gate) * up."""
+
+    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
+        """The column of each row's largest value of rows times matrix, int64 [T]: the first of equals, -1 where a value
+        isn't finite."""
 
     def store_qkv(
         self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor

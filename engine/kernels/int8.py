@@ -57,9 +57,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(is_sound, scale, float("nan"))
 
 
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [out, in] of any float dtype -> int8 [out, in], rotated, and its scale float32 [out]."""
+    return quantize_rows(rotate(weight.float()))
+
+
 def pack(weight: Tensor, bias: Tensor | None) -> Matrix:
     """weight [out, in] of any float dtype -> its rotated, quantized form."""
-    values, scale = quantize_rows(rotate(weight.float()))
+    values, scale = quantize_weight(weight)
     return Matrix(
         packed=_backend().pack(values),
         num_rows=len(weight),

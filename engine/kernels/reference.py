@@ -38,6 +38,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def best(x: Tensor) -> Tensor:
+    """x [T, n] -> the column of each row's largest value, the first of equals; -1 where a value isn't finite."""
+    return torch.where(x.sum(dim=-1).isfinite(), x.argmax(dim=-1), -1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * mlp] -> silu(gate) * up [T, mlp]."""
     gate, up = gate_up.chunk(2, dim=-1)

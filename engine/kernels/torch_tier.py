@@ -48,11 +48,14 @@ class TorchKernels:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
         return Product(reference.linear(rows.values, matrix.packed, matrix.bias))
 
-    def add(self, product: Product, x: Tensor) -> None:
-        x += product.dequantized()
+    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
+        x += self.linear(rows, matrix).dequantized()
 
-    def silu_mul(self, product: Product) -> Rows:
-        return self.pack_rows(reference.silu_mul(product.dequantized()))
+    def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
+        return self.pack_rows(reference.silu_mul(self.linear(rows, matrix).dequantized()))
+
+    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
+        return reference.best(self.linear(rows, matrix).dequantized())
 
     def store_qkv(
         self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor

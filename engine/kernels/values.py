@@ -21,13 +21,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A weight [out, in] as its kernels keep it. int8: `scale` float32 [out]; `bias` [out] or None."""
+    """A weight [out, in] as its kernels keep it. int8: `scale` float32 [out]; `bias` [out] or None.
+
+    `is_tiled`: packed for the CPU's own matmul, not for torch's.
+    """
 
     packed: Tensor
     num_rows: int
     num_columns: int
     bias: Tensor | None = None
     scale: Tensor | None = None
+    is_tiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

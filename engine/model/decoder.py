@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.batch import StepInputs
 from engine.cache.pool import KVPool
-from engine.kernels import Kernels, Matrix
+from engine.kernels import Kernels, Matrix, Rows
 from engine.model.config import ModelConfig
 from engine.model.layers import Weights
 from engine.model.rope import angles, frequencies
@@ -34,15 +34,21 @@ class Decoder:
             qkv = op.linear(op.norm(x, layer.attention_norm, eps), layer.qkv)
             q = op.store_qkv(qkv, cos, sin, k_cache, v_cache, inputs.slots)
             mixed = op.attend(q, k_cache, v_cache, inputs.attention)
-            op.add(op.linear(op.pack_rows(mixed), layer.out), x)
-            gate_up = op.linear(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
-            op.add(op.linear(op.silu_mul(gate_up), layer.down), x)
+            op.linear_add(op.pack_rows(mixed), layer.out, x)
+            gated = op.linear_silu(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
+            op.linear_add(gated, layer.down, x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
-        op, weights = self._kernels, self._weights
-        return op.logits(op.linear(op.norm(hidden, weights.norm, self.config.norm_eps), weights.head))
+        return self._kernels.logits(self._kernels.linear(self._head_rows(hidden), self._weights.head))
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite."""
+        return self._kernels.best(self._head_rows(hidden), self._weights.head)
+
+    def _head_rows(self, hidden: Tensor) -> Rows:
+        return self._kernels.norm(hidden, self._weights.norm, self.config.norm_eps)
 
     @property
     def matrices(self) -> list[Matrix]:

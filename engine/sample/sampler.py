@@ -2,7 +2,7 @@
 
 1. Rows that hold a NaN or an infinity get no id: their sequence fails, the others go on.
 2. Tokens that may not come yet (ends of answer before `min_tokens`) are masked.
-3. Greedy rows take the largest logit.
+3. Greedy rows take the largest logit (a runner may do that in the head, without logits).
 4. Others: logits / temperature, the `top_k` largest, of these the fewest that hold `top_p` of their mass, then the
    inverse of their cumulative distribution at one uniform number keyed by (seed, choice, position, purpose).
 
@@ -32,6 +32,11 @@ class SampleRow:
     position: int
     choice: int = 0
     masked_ids: tuple[int, ...] = ()
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether its id is that of the largest logit, and nothing else of the logits counts."""
+        return not self.masked_ids and _is_argmax(self.params)
 
     @property
     def draw(self) -> float:

@@ -1,18 +1,20 @@
-"""The verbs on CPU: int8 or bf16 matmuls of torch, everything around them in fused C++ row kernels, bf16 KV.
+"""The verbs on CPU: int8 or bf16 matmuls (our own on AMX tiles, else torch's), the rest in C++ kernels, bf16 KV.
 
-`rows.cpp` and `attention.cpp` say what each kernel computes; this module checks layouts and passes pointers.
+`matmul.cpp`, `rows.cpp` and `attention.cpp` say what each kernel computes; this module checks layouts and passes
+pointers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.cache.layout import PairLayout
-from engine.kernels import int8
+from engine.kernels import int8, reference
 from engine.kernels.cpu.build import BuildError, library
 from engine.kernels.spans import SequenceSpan, shared_spans
 from engine.kernels.values import Matrix, Product, Rows
@@ -21,6 +23,8 @@ from engine.model.config import ModelConfig
 BLOCK_TOKENS = 16
 _KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 _PACK_ROWS = 256
+_PANEL = 32  # outputs that the matmul of matmul.cpp makes at once
+_STATE_REST = 32  # floats of a row's running state beside the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,17 @@ class CpuKernels:
         self._model = model
         self._is_int8 = weight_format == "int8"
         self._lib = library()
+        self._has_tiles = bool(self._lib.has_tiles())
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        rows, columns = weight.shape
+        if self._has_tiles and rows % _PANEL == 0 and columns % int8.BLOCK == 0:
+            values, scale = int8.quantize_weight(weight) if self._is_int8 else (weight.bfloat16().contiguous(), None)
+            packed = torch.empty_like(values)
+            self._lib.pack_tiles(_pointer(values), rows, values.stride(0) * values.itemsize, _pointer(packed))
+            return Matrix(packed=packed, num_rows=rows, num_columns=columns, scale=scale, is_tiled=True)
         if self._is_int8:
             return int8.pack(weight, bias)
-        rows, columns = weight.shape
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), _PACK_ROWS)
         return Matrix(packed=packed, num_rows=rows, num_columns=columns)
 
@@ -60,18 +70,39 @@ class CpuKernels:
         return self._norm_rows(x, None, 0.0)
 
     def linear(self, rows: Rows, matrix: Matrix) -> Product:
+        if matrix.is_tiled:
+            dtype = torch.float32 if rows.scale is None else torch.int32
+            sums = torch.empty(len(rows.values), matrix.num_rows, dtype=dtype)
+            self._lib.matmul(*_operands(rows, matrix), _pointer(sums))
+            return Product(sums, rows.scale, matrix.scale)
         if rows.scale is not None:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
         return Product(torch.ops.mkldnn._linear_pointwise(rows.values, matrix.packed, None, "none", [], ""))
 
-    def add(self, product: Product, x: Tensor) -> None:
-        self._lib.add(*_product(product), len(x), x.shape[1], _pointer(x))
+    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
+        if matrix.is_tiled:
+            self._lib.matmul_add(*_operands(rows, matrix), _pointer(x))
+        else:
+            product = self.linear(rows, matrix)  # must outlive the call: pointers keep nothing alive
+            self._lib.add(*_product(product), len(x), x.shape[1], _pointer(x))
 
-    def silu_mul(self, product: Product) -> Rows:
-        rows, inner = len(product.values), product.values.shape[1] // 2
-        ready = self._empty_rows(rows, inner)
-        self._lib.silu_mul(*_product(product), rows, inner, *_targets(ready))
+    def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
+        count, inner = len(rows.values), matrix.num_rows // 2
+        ready = self._empty_rows(count, inner)
+        if matrix.is_tiled:
+            scratch = torch.empty(count, inner)
+            self._lib.matmul_silu(*_operands(rows, matrix), _pointer(scratch), *_targets(ready))
+        else:
+            product = self.linear(rows, matrix)
+            self._lib.silu_mul(*_product(product), count, inner, *_targets(ready))
         return ready
+
+    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
+        if not matrix.is_tiled:
+            return reference.best(self.linear(rows, matrix).dequantized())
+        columns = torch.empty(len(rows.values), dtype=torch.int64)
+        self._lib.matmul_best(*_operands(rows, matrix), _pointer(columns))
+        return columns
 
     def store_qkv(
         self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
@@ -88,7 +119,7 @@ class CpuKernels:
             _pointer(cos),
             _pointer(sin),
             _pointer(slots),
-            ctypes.c_float(model.head_dim**-0.5),
+            ctypes.c_float(model.head_dim**-0.5 * math.log2(math.e)),
             ctypes.c_int64(k_cache.stride(0)),
             _pointer(q),
             _pointer(k_cache),
@@ -99,7 +130,7 @@ class CpuKernels:
     def plan_attention(self, spans: list[SequenceSpan]) -> CpuAttentionPlan:
         shared = shared_spans(spans, BLOCK_TOKENS)
         lengths = [length for span in spans for length in range(span.start + 1, span.length + 1)]
-        state = torch.empty(len(lengths), self._model.num_heads, self._model.head_dim + 2)
+        state = torch.empty(len(lengths), self._model.num_heads, self._model.head_dim + _STATE_REST)
         return CpuAttentionPlan(
             torch.tensor(lengths, dtype=torch.int32),
             torch.from_numpy(shared.tables),
@@ -167,6 +198,20 @@ def _product(product: Product) -> tuple[object, ...]:
     values = product.values
     assert values.is_contiguous(), "products are contiguous"
     return (_KINDS[values.dtype], _pointer(values), _pointer(product.row), _pointer(product.column))
+
+
+def _operands(rows: Rows, matrix: Matrix) -> tuple[object, ...]:
+    values = rows.values
+    assert values.is_contiguous(), "rows are contiguous"
+    return (
+        _pointer(values),
+        _pointer(matrix.packed),
+        _pointer(rows.scale),
+        _pointer(matrix.scale),
+        len(values),
+        matrix.num_rows,
+        values.shape[1] * values.itemsize,
+    )
 
 
 def _targets(rows: Rows) -> tuple[object, ...]:

@@ -4,46 +4,11 @@
 // blocks of 64 columns are rotated by a Hadamard matrix (QuaRot, SpinQuant), which spreads outliers; the weights were
 // rotated once at load. A product comes either as int32 accumulators with a scale a row and a scale a column, or as
 // bf16. Every row is computed alone: its result doesn't depend on the rows beside it.
-#include "vec.h"
+#include "quantize.h"
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 namespace {
-
-// In place: 64-point fast Walsh-Hadamard transform over 4 registers, scaled by 1/8.
-inline void rotate64(float* x) {
-  f32x16 a = load(x), b = load(x + 16), c = load(x + 32), d = load(x + 48);
-  f32x16 s = a + b, t = a - b, u = c + d, w = c - d;
-  f32x16 v[4] = {s + u, t + w, s - u, t - w};
-  for (int h = 1; h < 16; h *= 2) {
-    i32x16 swap; f32x16 sign;
-    for (int i = 0; i < 16; i++) { swap[i] = i ^ h; sign[i] = (i & h) ? -1.f : 1.f; }
-    for (int j = 0; j < 4; j++) v[j] = __builtin_shuffle(v[j], swap) + v[j] * sign;
-  }
-  for (int j = 0; j < 4; j++) store(x + 16 * j, v[j] * splat(0.125f));
-}
-
-inline void rotate(float* x, int n) { for (int i = 0; i < n; i += 64) rotate64(x + i); }
-
-inline float quantize_row(const float* x, int n, int8_t* q) {
-  f32x16 top = f32x16{}, bad = f32x16{};
-  for (int i = 0; i < n; i += 16) {
-    f32x16 v = load(x + i);
-    top = maximum(top, maximum(v, -v));
-    bad += v * splat(0.f);
-  }
-  if (sum(bad) != 0.f) { std::memset(q, 0, n); return NAN; }  // NaN and infinity go on as NaN, they don't get lost
-  const float most = largest(top);
-  const float inverse = most > 0 ? 127.f / most : 0.f;
-  for (int i = 0; i < n; i += 16) {
-    f32x16 r = load(x + i) * splat(inverse) + splat(12582912.f);  // round to nearest even
-    i32x16 v = (i32x16)r - 0x4b400000;
-    i8x16 b = __builtin_convertvector(v, i8x16);
-    std::memcpy(q + i, &b, 16);
-  }
-  return most / 127.f;
-}
 
 struct Ints {  // int32 accumulators, scaled by row and column
   const int32_t* acc; const float* row; const float* column; int64_t width;
@@ -56,16 +21,14 @@ struct Floats {  // the same as float32, rounded once above 2^24
   const float* acc; const float* row; const float* column; int64_t width;
   f32x16 at(int64_t m, int64_t n) const { return load(acc + m * width + n) * splat(row[m]) * load(column + n); }
 };
+struct Sums {  // float32 as they are
+  const float* x; int64_t width;
+  f32x16 at(int64_t m, int64_t n) const { return load(x + m * width + n); }
+};
 struct Halves {
   const uint16_t* x; int64_t width;
   f32x16 at(int64_t m, int64_t n) const { return load_bf16(x + m * width + n); }
 };
-
-inline f32x16 silu(f32x16 x) {
-  f32x16 e = exp_negative(x < splat(0.f) ? x : -x);  // exp(-|x|)
-  f32x16 one = splat(1.f);
-  return x * (x < splat(0.f) ? e / (one + e) : one / (one + e));
-}
 
 template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q, float* scale, uint16_t* halves) {
 #pragma omp parallel
@@ -140,7 +103,8 @@ void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_h
 
 template <class F> void visit(int kind, const void* x, const float* row, const float* column, int64_t width, F f) {
   if (kind == 0) f(Ints{(const int32_t*)x, row, column, width});
-  else if (kind == 1) f(Floats{(const float*)x, row, column, width});
+  else if (kind == 1 && row) f(Floats{(const float*)x, row, column, width});
+  else if (kind == 1) f(Sums{(const float*)x, width});
   else f(Halves{(const uint16_t*)x, width});
 }
 

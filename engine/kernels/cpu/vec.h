@@ -63,6 +63,15 @@ static inline float sum(f32x16 v) {
   float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s;
 #endif
 }
+static inline bool any_above(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#else
+  i32x16 above = a > b; bool any = false;
+  for (int i = 0; i < 16; i++) any |= above[i] != 0;
+  return any;
+#endif
+}
 static inline f32x16 maximum(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -93,4 +102,40 @@ static inline f32x16 exp_negative(f32x16 x) {
   i32x16 e = __builtin_convertvector(n, i32x16);
   f32x16 y = (f32x16)((i32x16)p + (e << 23));
   return (f32x16)((u32x16)y & (u32x16)(x > splat(-87.f)));
+}
+
+static inline f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+// 2^x by a polynomial of degree 4 on [0, 1), relative error below 3e-6: what it is for is rounded to bf16. NaN stays NaN;
+// infinities give NaN.
+static inline f32x16 exp2_fast(f32x16 x) {
+#if defined(__AVX512DQ__)
+  f32x16 r = (f32x16)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+  x = maximum(x, splat(-126.f));
+  f32x16 n = (x + splat(12582912.f)) - splat(12582912.f);  // nearest, then the one below
+  n = n > x ? n - splat(1.f) : n;
+  f32x16 r = x - n;
+#endif
+  f32x16 p = fused(splat(0.0135340909f), r, splat(0.0520116085f));
+  p = fused(p, r, splat(0.24144267f));
+  p = fused(p, r, splat(0.693003851f));
+  p = fused(p, r, splat(1.00000259f));
+#if defined(__AVX512DQ__)
+  return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
+#else
+  return (f32x16)((i32x16)p + (__builtin_convertvector(n, i32x16) << 23));
+#endif
+}
+static inline void store_bf16_pair(uint16_t* p, f32x16 a, f32x16 b) {  // 32 of them
+#if defined(__AVX512BF16__)
+  __m512bh h = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a); std::memcpy(p, &h, 64);
+#else
+  store_bf16(p, a); store_bf16(p + 16, b);
+#endif
 }

@@ -5,6 +5,7 @@ Kernels that only move or scale values agree to a bf16 step; grouping and neighb
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,7 @@ MODEL = ModelConfig(
     rope_theta=1e4,
 )
 FORMATS = ("int8", "bf16")
+LOG2_E = math.log2(math.e)  # weights are powers of two, so queries carry this factor
 
 
 def tiers(weight_format: str, **changes: int) -> tuple[CpuKernels, TorchKernels]:
@@ -57,21 +59,22 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, steps: float) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 17, 64])
-def test_row_kernels_are_the_reference(weight_format: str, rows: int) -> None:
+@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 300])
+def test_row_kernels_are_the_reference(weight_format: str, rows: int, has_tiles: bool) -> None:
     cpu, torch_tier = tiers(weight_format)
+    cpu._has_tiles = cpu._has_tiles and has_tiles  # without tiles, or where there are none: through torch
     x, weight = random(rows, MODEL.hidden) * 7, random(MODEL.hidden, seed=1)
     assert_near(value(cpu.norm(x, weight, 1e-5)), value(torch_tier.norm(x, weight, 1e-5)), 1.01)
     assert_near(value(cpu.pack_rows(x)), value(torch_tier.pack_rows(x)), 1.01)
     matrix = random(2 * MODEL.mlp, MODEL.hidden, seed=2) / 10
     packed, plain = cpu.pack_matrix(matrix, None), torch_tier.pack_matrix(matrix, None)
     same_rows = torch_tier.pack_rows(x)
-    product, want = cpu.linear(same_rows, packed), torch_tier.linear(same_rows, plain)
-    assert_near(cpu.logits(product), torch_tier.logits(want), 1.0)
-    assert_near(value(cpu.silu_mul(product)), value(torch_tier.silu_mul(want)), 2.0)
+    assert_near(cpu.logits(cpu.linear(same_rows, packed)), torch_tier.logits(torch_tier.linear(same_rows, plain)), 1.0)
+    assert_near(value(cpu.linear_silu(same_rows, packed)), value(torch_tier.linear_silu(same_rows, plain)), 2.0)
     residual, other = random(rows, 2 * MODEL.mlp, seed=3), random(rows, 2 * MODEL.mlp, seed=3)
-    cpu.add(product, residual)
-    torch_tier.add(want, other)
+    cpu.linear_add(same_rows, packed, residual)
+    torch_tier.linear_add(same_rows, plain, other)
     assert_near(residual, other, 1.0)
 
 
@@ -85,6 +88,24 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(weight_format: str) ->
         got = value(cpu.norm(x, weight, 1e-5))
         assert not got[2].isfinite().all()
         assert torch.equal(got[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str) -> None:
+    cpu, _ = tiers(weight_format)
+    if not cpu._has_tiles and weight_format == "bf16":
+        pytest.skip("torch's bf16 matmul promises no such thing")
+    packed = cpu.pack_matrix(random(2 * MODEL.mlp, MODEL.hidden, seed=2), None)
+    x, residual = random(333, MODEL.hidden), random(333, 2 * MODEL.mlp, seed=1)
+    ones, weight = residual.clone(), torch.ones(MODEL.hidden)
+    cpu.linear_add(cpu.norm(x, weight, 1e-5), packed, residual)
+    silu = value(cpu.linear_silu(cpu.norm(x, weight, 1e-5), packed))
+    for first, last in ((0, 1), (31, 33), (100, 116), (200, 333)):
+        mine = cpu.norm(x[first:last].contiguous(), weight, 1e-5)
+        part = ones[first:last].clone()
+        cpu.linear_add(mine, packed, part)
+        assert torch.equal(part, residual[first:last])
+        assert torch.equal(value(cpu.linear_silu(mine, packed)), silu[first:last])
 
 
 def filled_caches(tier: CpuKernels | TorchKernels, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +131,7 @@ def test_qkv_lands_where_it_belongs(weight_format: str, slots: list[int]) -> Non
         q = tier.store_qkv(tier.linear(rows, tier.pack_matrix(matrix, None)), turns.cos(), turns.sin(), k, v, at)
         found.append((q, tier.layout.k_to_wire(k), tier.layout.v_to_wire(v)))
     (q, k, v), (want_q, want_k, want_v) = found
-    assert_near(q.float(), want_q.float() * MODEL.head_dim**-0.5, 1.0)
+    assert_near(q.float(), want_q.float() * MODEL.head_dim**-0.5 * LOG2_E, 1.0)
     for got, want in ((k, want_k), (v, want_v)):
         written = ~want.isnan()
         assert_near(got[written].float()[None], want[written].float()[None], 1.0)
@@ -157,7 +178,7 @@ def test_attention_is_dense_attention_and_grouping_changes_no_bit(
         )
         for i in range(seq.num_rows):
             visible = seq.start + i + 1
-            want = dense(q[seq.row + i], keys[:visible], values[:visible])
+            want = dense(q[seq.row + i] / LOG2_E, keys[:visible], values[:visible])
             torch.testing.assert_close(got[seq.row + i].double(), want, atol=0.02, rtol=0.02)
         alone = SequenceSpan(0, seq.num_rows, seq.start, seq.block_ids)
         mine = slice(seq.row, seq.row + seq.num_rows)
@@ -211,3 +232,22 @@ def test_what_is_not_served_falls_back_with_a_sentence() -> None:
     assert all(sentence.endswith(".") and "plain torch" in sentence for sentence in said)
     with pytest.raises(BuildError, match="KV blocks hold 4 tokens"):
         CpuKernels(MODEL, weight_format="bf16", block_tokens=4)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_the_best_column_is_that_of_the_logits(weight_format: str, rows: int) -> None:
+    cpu, _ = tiers(weight_format)
+    weight = random(4096, MODEL.hidden, seed=2)
+    weight[2049], weight[3333] = weight[17], weight[17]  # equals: the first wins
+    packed = cpu.pack_matrix(weight, None)
+    x = random(rows, MODEL.hidden)
+    x[rows // 2] = weight[17]
+    ready = cpu.pack_rows(x)
+    logits = cpu.logits(cpu.linear(ready, packed))
+    assert torch.equal(cpu.best(ready, packed), logits.argmax(dim=-1))
+    assert cpu.best(ready, packed)[rows // 2] == 17
+    x[0, 5] = float("nan")
+    found = cpu.best(cpu.pack_rows(x), packed)
+    assert found[0] == -1
+    assert torch.equal(found[1:], logits.argmax(dim=-1)[1:])

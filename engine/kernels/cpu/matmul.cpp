@@ -1,0 +1,266 @@
+// Rows times a packed matrix on AMX tiles, with what follows each linear layer fused behind it.
+//
+// int8 rows give exact integer sums, bf16 rows float32 sums; both walk the columns of the matrix in one order whatever
+// the number of rows, so a row's result doesn't depend on the rows beside it.
+//
+// Layout of a packed weight [out][bytes]: [out / 16][bytes / 64][16][16][4], tiles of 16 outputs by 64 bytes.
+#include "amx.h"
+
+#if HAS_AMX
+#include "quantize.h"
+#include <algorithm>
+#include <limits>
+#include <omp.h>
+#include <vector>
+
+namespace {
+
+constexpr int PANEL = 32, BLOCK_ROWS = 256, TILE_BYTES = 1024;
+
+// Tiles: 0 to 3 are the sums (2 by 2), 4 and 5 rows, 6 and 7 weights.
+struct Int8 {
+  using Sum = int32_t;
+  static void multiply_top() { _tile_dpbssd(0, 4, 6); _tile_dpbssd(1, 4, 7); }
+  static void multiply_bottom() { _tile_dpbssd(2, 5, 6); _tile_dpbssd(3, 5, 7); }
+};
+struct Bf16 {
+  using Sum = float;
+  static void multiply_top() { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); }
+  static void multiply_bottom() { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
+};
+
+struct Operands {
+  const uint8_t *rows, *tiles;
+  const float *row_scale, *column_scale;  // null for bf16
+  int num_rows, num_columns, row_bytes;
+  const uint8_t* tile(int column16) const { return tiles + (int64_t)column16 * (row_bytes / 64) * TILE_BYTES; }
+};
+
+inline void configure(int rows) {
+  TileShapes c;
+  const int top = std::min(16, rows), bottom = std::max(1, rows - 16);
+  c.set(0, top, 64); c.set(1, top, 64); c.set(2, bottom, 64); c.set(3, bottom, 64);
+  c.set(4, top, 64); c.set(5, bottom, 64); c.set(6, 16, 64); c.set(7, 16, 64);
+  _tile_loadconfig(&c);
+}
+
+// At most 32 rows by two tiles of 16 columns -> sums[32][32].
+template <class Dot, bool HAS_BOTTOM>
+void multiply(const uint8_t* rows, int row_bytes, const uint8_t* left, const uint8_t* right, typename Dot::Sum (*sums)[PANEL]) {
+  _tile_zero(0); _tile_zero(1);
+  if (HAS_BOTTOM) { _tile_zero(2); _tile_zero(3); }
+  for (int k = 0; k < row_bytes; k += 64, left += TILE_BYTES, right += TILE_BYTES) {
+    _tile_loadd(4, rows + k, row_bytes);
+    _tile_loadd(6, left, 64);
+    _tile_loadd(7, right, 64);
+    Dot::multiply_top();
+    if (HAS_BOTTOM) { _tile_loadd(5, rows + 16 * (int64_t)row_bytes + k, row_bytes); Dot::multiply_bottom(); }
+  }
+  _tile_stored(0, sums[0], PANEL * 4); _tile_stored(1, sums[0] + 16, PANEL * 4);
+  if (HAS_BOTTOM) { _tile_stored(2, sums[16], PANEL * 4); _tile_stored(3, sums[16] + 16, PANEL * 4); }
+}
+
+inline f32x16 floats(const float* p) { return load(p); }
+inline f32x16 floats(const int32_t* p) { i32x16 v; std::memcpy(&v, p, 64); return __builtin_convertvector(v, f32x16); }
+
+// The scaled sums of a row, columns [at, at + 16) of the panel.
+template <class Sum> f32x16 scaled(const Operands& x, const Sum (*sums)[PANEL], int row, int m, int at, int column) {
+  f32x16 v = floats(sums[row] + at);
+  return x.row_scale ? v * splat(x.row_scale[m + row]) * load(x.column_scale + column) : v;
+}
+
+// What becomes of a panel's sums. `left` and `right` say which tiles of columns panel j multiplies.
+template <class Sum> struct Store {
+  Sum* out;
+  int left(const Operands&, int j) const { return 2 * j; }
+  int right(const Operands&, int j) const { return 2 * j + 1; }
+  void take(const Operands& x, const Sum (*sums)[PANEL], int m, int rows, int j) const {
+    for (int r = 0; r < rows; r++) std::memcpy(out + (int64_t)(m + r) * x.num_columns + j * PANEL, sums[r], PANEL * 4);
+  }
+};
+
+template <class Sum> struct Add {
+  float* residual;
+  int left(const Operands&, int j) const { return 2 * j; }
+  int right(const Operands&, int j) const { return 2 * j + 1; }
+  void take(const Operands& x, const Sum (*sums)[PANEL], int m, int rows, int j) const {
+    for (int r = 0; r < rows; r++)
+      for (int at = 0; at < PANEL; at += 16) {
+        float* to = residual + (int64_t)(m + r) * x.num_columns + j * PANEL + at;
+        store(to, load(to) + scaled(x, sums, r, m, at, j * PANEL + at));
+      }
+  }
+};
+
+template <class Sum> struct SiluMul {  // columns: gate, then up
+  float* out;                          // [rows][num_columns / 2]
+  int left(const Operands&, int j) const { return j; }
+  int right(const Operands& x, int j) const { return x.num_columns / 32 + j; }
+  void take(const Operands& x, const Sum (*sums)[PANEL], int m, int rows, int j) const {
+    const int inner = x.num_columns / 2;
+    for (int r = 0; r < rows; r++) {
+      const f32x16 gate = scaled(x, sums, r, m, 0, j * 16), up = scaled(x, sums, r, m, 16, inner + j * 16);
+      store(out + (int64_t)(m + r) * inner + j * 16, silu(gate) * up);
+    }
+  }
+};
+
+// The best column of each row seen by one thread, lane by lane; the first of equals.
+template <class Sum> struct Best {
+  struct Row { f32x16 value, bad; i32x16 column; };
+  Row* rows;
+  int left(const Operands&, int j) const { return 2 * j; }
+  int right(const Operands&, int j) const { return 2 * j + 1; }
+  void take(const Operands& x, const Sum (*sums)[PANEL], int m, int count, int j) const {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int r = 0; r < count; r++) {
+      Row& best = rows[m + r];
+      for (int at = 0; at < PANEL; at += 16) {
+        const f32x16 v = scaled(x, sums, r, m, at, j * PANEL + at);
+        const auto is_better = v > best.value;
+        best.column = is_better ? lane + (j * PANEL + at) : best.column;
+        best.value = is_better ? v : best.value;
+        best.bad += v * splat(0.f);  // NaN from then on where v isn't finite
+      }
+    }
+  }
+  static void start(Row* rows, int count) {
+    for (int m = 0; m < count; m++) rows[m] = {splat(-std::numeric_limits<float>::infinity()), f32x16{}, i32x16{}};
+  }
+  // Adds what another thread saw of this row.
+  static void join(Row& a, const Row& b) {
+    const auto is_better = (b.value > a.value) | ((b.value == a.value) & (b.column < a.column));
+    a.column = is_better ? b.column : a.column;
+    a.value = is_better ? b.value : a.value;
+    a.bad += b.bad;
+  }
+  static int64_t column(const Row& row) {
+    if (sum(row.bad) != 0.f) return -1;
+    int best = 0;
+    for (int i = 1; i < 16; i++)
+      if (row.value[i] > row.value[best] || (row.value[i] == row.value[best] && row.column[i] < row.column[best])) best = i;
+    return row.column[best];
+  }
+};
+
+// Panel by panel; a task is a block of rows by a run of panels, so that its weights are read once and stay near.
+template <class Dot, class Then> void for_each_panel(const Operands& x, const Then& then) {
+  const int panels = x.num_columns / PANEL, whole = x.num_rows / PANEL * PANEL, rest = x.num_rows - whole;
+  const int blocks = (whole + BLOCK_ROWS - 1) / BLOCK_ROWS + (rest > 0);
+  const int run = std::clamp(panels * blocks / (8 * omp_get_num_threads()), 1, 16), runs = (panels + run - 1) / run;
+  alignas(64) typename Dot::Sum sums[PANEL][PANEL];
+  int height = 0;
+#pragma omp for schedule(dynamic, 1)
+  for (int task = 0; task < blocks * runs; task++) {
+    const int first = task / runs * BLOCK_ROWS;
+    const bool is_rest = rest > 0 && task / runs == blocks - 1;
+    const int begin = is_rest ? whole : first, end = is_rest ? x.num_rows : std::min(whole, first + BLOCK_ROWS);
+    const int step = is_rest ? rest : PANEL;
+    if (height != step) configure(height = step);
+    for (int j = task % runs * run; j < std::min(panels, (task % runs + 1) * run); j++) {
+      const uint8_t *left = x.tile(then.left(x, j)), *right = x.tile(then.right(x, j));
+      for (int m = begin; m < end; m += step) {
+        const uint8_t* rows = x.rows + (int64_t)m * x.row_bytes;
+        if (step > 16) multiply<Dot, true>(rows, x.row_bytes, left, right, sums);
+        else multiply<Dot, false>(rows, x.row_bytes, left, right, sums);
+        then.take(x, sums, m, step, j);
+      }
+    }
+  }
+  if (height) _tile_release();
+}
+
+template <class F> void with_dot(const Operands& x, F f) {
+  if (x.row_scale) f(Int8{}); else f(Bf16{});
+}
+
+}  // namespace
+
+extern "C" {
+
+int has_tiles() { return amx_allowed(); }
+
+// weight [out][row_bytes] -> its tiles: four bytes of input (int8) or two halves (bf16) lie side by side.
+void pack_tiles(const uint8_t* weight, int out, int row_bytes, uint8_t* tiles) {
+  const int steps = row_bytes / 64;
+#pragma omp parallel for schedule(static)
+  for (int n = 0; n < out / 16; n++)
+    for (int k = 0; k < steps; k++)
+      for (int i = 0; i < 16; i++)
+        for (int c = 0; c < 16; c++)
+          std::memcpy(tiles + ((int64_t)n * steps + k) * TILE_BYTES + i * 64 + c * 4,
+                      weight + (int64_t)(n * 16 + c) * row_bytes + k * 64 + i * 4, 4);
+}
+
+#define OPERANDS const uint8_t *rows, const uint8_t *tiles, const float *row_scale, const float *column_scale, int num_rows, \
+                 int num_columns, int row_bytes
+#define GIVEN Operands{rows, tiles, row_scale, column_scale, num_rows, num_columns, row_bytes}
+
+void matmul(OPERANDS, void* out) {
+  const Operands x = GIVEN;
+  with_dot(x, [&](auto dot) {
+    using Dot = decltype(dot);
+#pragma omp parallel
+    for_each_panel<Dot>(x, Store<typename Dot::Sum>{(typename Dot::Sum*)out});
+  });
+}
+
+void matmul_add(OPERANDS, float* residual) {
+  const Operands x = GIVEN;
+  with_dot(x, [&](auto dot) {
+    using Dot = decltype(dot);
+#pragma omp parallel
+    for_each_panel<Dot>(x, Add<typename Dot::Sum>{residual});
+  });
+}
+
+// The column of the largest value of each row, the first of equals; -1 where a value isn't finite.
+void matmul_best(OPERANDS, int64_t* columns) {
+  const Operands x = GIVEN;
+  with_dot(x, [&](auto dot) {
+    using Dot = decltype(dot);
+    using Top = Best<typename Dot::Sum>;
+    std::vector<typename Top::Row> all;
+#pragma omp parallel
+    {
+#pragma omp single
+      all.resize((int64_t)omp_get_num_threads() * num_rows);
+      typename Top::Row* mine = all.data() + (int64_t)omp_get_thread_num() * num_rows;
+      Top::start(mine, num_rows);
+      for_each_panel<Dot>(x, Top{mine});
+#pragma omp for schedule(static)
+      for (int m = 0; m < num_rows; m++) {
+        typename Top::Row best = all[m];
+        for (int t = 1; t < omp_get_num_threads(); t++) Top::join(best, all[(int64_t)t * num_rows + m]);
+        columns[m] = Top::column(best);
+      }
+    }
+  });
+}
+
+// silu(gate) * up, then made ready for the next matmul: rotated and quantized (q, scale), or as bf16 (halves).
+void matmul_silu(OPERANDS, float* scratch, int8_t* q, float* scale, uint16_t* halves) {
+  const Operands x = GIVEN;
+  const int inner = num_columns / 2;
+  with_dot(x, [&](auto dot) {
+    using Dot = decltype(dot);
+#pragma omp parallel
+    {
+      for_each_panel<Dot>(x, SiluMul<typename Dot::Sum>{scratch});
+#pragma omp for schedule(static)
+      for (int m = 0; m < num_rows; m++) {
+        float* y = scratch + (int64_t)m * inner;
+        if (halves) {
+          for (int i = 0; i < inner; i += 16) store_bf16(halves + (int64_t)m * inner + i, load(y + i));
+          continue;
+        }
+        rotate(y, inner);
+        scale[m] = quantize_row(y, inner, q + (int64_t)m * inner);
+      }
+    }
+  });
+}
+}
+#else
+extern "C" int has_tiles() { return 0; }
+#endif

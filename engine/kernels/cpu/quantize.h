@@ -1,0 +1,50 @@
+// A row of floats on its way to int8: the Hadamard rotation, the scale, and the activation that comes before both.
+#pragma once
+#include "vec.h"
+#include <cmath>
+
+// In place: 64-point fast Walsh-Hadamard transform over 4 registers, scaled by 1/8.
+inline void rotate64(float* x) {
+  f32x16 a = load(x), b = load(x + 16), c = load(x + 32), d = load(x + 48);
+  f32x16 s = a + b, t = a - b, u = c + d, w = c - d;
+  f32x16 v[4] = {s + u, t + w, s - u, t - w};
+  for (int h = 1; h < 16; h *= 2) {
+    i32x16 swap; f32x16 sign;
+    for (int i = 0; i < 16; i++) { swap[i] = i ^ h; sign[i] = (i & h) ? -1.f : 1.f; }
+    for (int j = 0; j < 4; j++) v[j] = __builtin_shuffle(v[j], swap) + v[j] * sign;
+  }
+  for (int j = 0; j < 4; j++) store(x + 16 * j, v[j] * splat(0.125f));
+}
+
+inline void rotate(float* x, int n) { for (int i = 0; i < n; i += 64) rotate64(x + i); }
+
+inline float quantize_row(const float* x, int n, int8_t* q) {
+  f32x16 top = f32x16{}, bad = f32x16{};
+  for (int i = 0; i < n; i += 16) {
+    f32x16 v = load(x + i);
+    top = maximum(top, maximum(v, -v));
+    bad += v * splat(0.f);
+  }
+  if (sum(bad) != 0.f) { std::memset(q, 0, n); return NAN; }  // NaN and infinity go on as NaN, they don't get lost
+  const float most = largest(top);
+  const float inverse = most > 0 ? 127.f / most : 0.f;
+  for (int i = 0; i < n; i += 16) {
+    f32x16 r = load(x + i) * splat(inverse) + splat(12582912.f);  // round to nearest even
+    i32x16 v = (i32x16)r - 0x4b400000;
+    i8x16 b = __builtin_convertvector(v, i8x16);
+    std::memcpy(q + i, &b, 16);
+  }
+  return most / 127.f;
+}
+
+// x / (1 + e^-x); the division as a reciprocal with one Newton step, relative error below 1e-6.
+inline f32x16 silu(f32x16 x) {
+#if defined(__AVX512F__)
+  const f32x16 power = (f32x16)_mm512_min_ps((__m512)(x * splat(-1.44269504f)), _mm512_set1_ps(100.f));
+  const f32x16 d = exp2_fast(power) + splat(1.f), r = (f32x16)_mm512_rcp14_ps((__m512)d);
+  return x * (r * (splat(2.f) - d * r));
+#else
+  const f32x16 power = x * splat(-1.44269504f);
+  return x / (exp2_fast(power < splat(100.f) ? power : splat(100.f)) + splat(1.f));
+#endif
+}

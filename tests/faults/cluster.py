@@ -31,7 +31,7 @@ from tests.faults.roles import run_role
 from tests.faults.watch import Watch
 
 Role = Literal["api", "control", "engine"]
-LIVENESS_S = 60.0
+LIVENESS_S = 120.0
 MODEL = "tiny"
 _LOG_TAIL = 3_000
 _DULL = {"s3_key", "sha256", "rates", "aliases", "project_id", "api_key_id", "model_digest", "tier", "endpoint"}

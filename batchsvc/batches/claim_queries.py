@@ -1,7 +1,7 @@
 """SQL of claims: which units are claimable, who is served next, and what a project is charged for it.
 
 claim_rank.py decides; here are the rows that it decides over, and the lock on what it chose. A claim locks units only
-(and skips locked ones), then its project's share, then the model's clock; a part's commit locks its project's share
+(and skips locked ones), then the model's clock, then its project's share; a part's commit locks its project's share
 last of all. So no two of them wait for each other in a circle.
 
 Suspect units (poison.py) run alone: one engine of a model holds one of them and nothing else. Which engine that is
@@ -129,7 +129,7 @@ def _lease_by_rank(session: Session, claimer: Claimer, limit: int) -> list[Lease
     before = row.vtime if row else 0
     active = [batch.vtime for batch in candidates] + [holding.vtime for holding in holdings]
     clock = claim_rank.clock_after(before, active)
-    late = claim_rank.late(candidates, claimer.now_ms)
+    late = claim_rank.late(candidates, claimer.now_ms) if len(candidates) > 1 else []
     is_contested = len({batch.project_id for batch in candidates}) > 1
     runs = claimable(claimer.now_ms, is_night=claimer.is_night)
     leased: list[LeasedUnit] = []
@@ -227,11 +227,11 @@ def _advance(session: Session, model_digest: str, served: Sequence[Candidate], b
     """Store what a claim has found out: who was idle is level with the clock, and the clock has moved on."""
     raised = update(Share).where(Share.model_digest == model_digest, Share.vtime < clock).values(vtime=clock)
     raised = raised.returning(Share.vtime).execution_options(synchronize_session=False)
+    if clock > before:
+        session.execute(raised.where(Share.project_id == _CLOCK))
     for batch in sorted(served, key=lambda batch: batch.project_id):
         if batch.vtime < clock and not session.execute(raised.where(Share.project_id == batch.project_id)).all():
             _add_share(session, model_digest, batch.project_id, clock)
-    if clock > before:
-        session.execute(raised.where(Share.project_id == _CLOCK))
 
 
 def _add_share(session: Session, model_digest: str, project_id: str, vtime: int) -> None:

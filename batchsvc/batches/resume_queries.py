@@ -29,9 +29,11 @@ def save(session: Session, unit_id: str, epoch: int, saved: SavedSequences) -> b
     unit = session.get(Unit, unit_id, with_for_update=True, populate_existing=True)
     if batch is None or unit is None or unit.state != "leased" or unit.epoch != epoch:
         return False
+    has_grown = saved.num_tokens > unit.running_tokens
     progress_queries.set_running(batch, unit, lines=saved.num_lines, tokens=saved.num_tokens)
     if saved.key is not None:
         unit.resume_key, unit.resume_sha256 = saved.key, saved.sha256
-        poison_queries.note_saved(batch, unit)
+        if has_grown:  # else an owner has saved what it was given
+            poison_queries.note_saved(batch, unit)
     progress_queries.note_work(batch, database_now_ms(session))
     return True

@@ -6,6 +6,8 @@ and a busy wait. `FOR UPDATE SKIP LOCKED` is dropped there, which is safe becaus
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ from sqlalchemy.orm import Session
 
 T = TypeVar("T")
 
+_PAUSE_S = 0.02
 _SQLITE_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON")
 _SQLITE_NOW = "SELECT CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 _POSTGRES_NOW = "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
@@ -63,8 +66,8 @@ class Database:
     def run(self, work: Callable[[Session], T], *, attempts: int = 3) -> T:
         """Run `work` in one write transaction, again as a whole after a deadlock or a lost connection.
 
-        `work` must be repeatable: a commit whose reply was lost is run again, so its effects are guarded by
-        unique keys or fences.
+        Between attempts it waits for moments, at random, so that those who met don't meet again. `work` must be
+        repeatable: a commit whose reply was lost is run again, so its effects are guarded by unique keys or fences.
         """
         for attempt in range(attempts):
             try:
@@ -73,6 +76,7 @@ class Database:
             except DBAPIError as error:
                 if attempt == attempts - 1 or not _may_retry(error):
                     raise
+                time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))  # noqa: S311  jitter
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def dispose(self) -> None:

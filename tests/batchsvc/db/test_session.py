@@ -1,0 +1,78 @@
+"""Transactions that meet: a deadlock is broken by running the whole of one again, a bounded number of times."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from batchsvc.db.session import Database
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    with database.transaction() as session:
+        session.execute(text("CREATE TABLE counts (id INTEGER PRIMARY KEY, n INTEGER NOT NULL)"))
+        session.execute(text("INSERT INTO counts VALUES (1, 0), (2, 0)"))
+    yield database
+    database.dispose()
+
+
+def add(session: Session, row: int) -> None:
+    session.execute(text("UPDATE counts SET n = n + 1 WHERE id = :id"), {"id": row})
+
+
+def test_a_deadlock_costs_nothing_but_time(db: Database) -> None:
+    met = threading.Barrier(2, timeout=60)
+    attempts: list[int] = []
+    errors: list[BaseException] = []
+
+    def work(first: int, second: int) -> None:
+        is_again = False
+
+        def both(session: Session) -> None:
+            nonlocal is_again
+            attempts.append(first)
+            add(session, first)
+            if not is_again and not db.is_sqlite:  # SQLite has one writer: the other hasn't even begun
+                is_again = True
+                met.wait()
+            add(session, second)
+
+        try:
+            db.run(both)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in ((1, 2), (2, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(attempts) == (2 if db.is_sqlite else 3), "one of the two ran again"
+    with db.reading() as session:
+        assert session.execute(text("SELECT n FROM counts ORDER BY id")).scalars().all() == [2, 2]
+
+
+def test_retries_are_bounded_and_an_error_of_ours_has_none(db: Database) -> None:
+    attempts = 0
+
+    class Deadlock(Exception):  # as psycopg names it: SQLSTATE 40P01
+        sqlstate = "40P01"
+
+    def fail(_session: Session) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise DBAPIError("UPDATE", None, Deadlock())
+
+    with pytest.raises(DBAPIError):
+        db.run(fail, attempts=4)
+    assert attempts == 4
+    with pytest.raises(DBAPIError, match="nowhere"):
+        db.run(lambda session: session.execute(text("SELECT * FROM nowhere")))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -17,6 +20,7 @@ from batchsvc import logs
 from batchsvc.dispatch import CONTROL_QUEUE, FINALIZE_TASK, PLAN_TASK, TICKET_TASK, celery_app, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
+from workers import messages
 from workers.context import ControlRun, new_owner
 from workers.step import EngineRun, step_of
 
@@ -26,13 +30,26 @@ _DRAINING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one of our processes does in Celery's: its queue, its tasks at once, and what begins and ends with it."""
+
+    queue: str
+    threads: int
+    start: Callable[[], None]
+    stop: Callable[[], None]
+    signalled: Callable[[], None]
+    grace_s: float
+
+
 def run_control(settings: Settings) -> int:
     """Plan, finalize and reap until a signal. Returns the exit code."""
     run = ControlRun(settings)
     app = celery_app(settings.redis_url, is_worker=True)
     app.task(_logged(PLAN_TASK, run.planner.plan), name=PLAN_TASK)
     app.task(_logged(FINALIZE_TASK, run.finalizer.finalize), name=FINALIZE_TASK)
-    code = _work(app, CONTROL_QUEUE, _CONTROL_THREADS, run.start, run.stop, run.signalled)
+    role = Role(CONTROL_QUEUE, _CONTROL_THREADS, run.start, run.stop, run.signalled, settings.term_grace_s)
+    code = _work(app, role)
     run.close()
     return code
 
@@ -42,31 +59,27 @@ def run_engine(run: EngineRun, settings: Settings) -> int:
     app = celery_app(settings.redis_url, is_worker=True)
     app.conf.task_acks_late = False  # a ticket is a right, not the work: nobody needs it back
     app.task(_logged(TICKET_TASK, run.admit), name=TICKET_TASK)
-    code = _work(app, queue_of(run.digest), 1, run.start, run.drain, run.signalled)
+    role = Role(queue_of(run.digest), 1, run.start, run.drain, run.signalled, settings.term_grace_s)
+    code = _work(app, role)
     run.drain()  # does nothing unless Celery ended before its steps ran
     return 1 if run.failure else code
 
 
-def _work(
-    app: Celery,
-    queue: str,
-    threads: int,
-    start: Callable[[], None],
-    stop: Callable[[], None],
-    signalled: Callable[[], None],
-) -> int:
+def _work(app: Celery, role: Role) -> int:
     warnings.filterwarnings("ignore", category=SecurityWarning)  # it fears pickle as root; we take JSON alone
     for chatty in ("celery.worker.strategy", "celery.app.trace"):  # two lines a ticket
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    app.steps["worker"].add(step_of(start, stop))
+    messages.install()
+    app.steps["worker"].add(step_of(role.start, role.stop))
     no_setup = signals.setup_logging.connect(lambda **_: None, weak=False)  # ours is set up already
-    on_signal = signals.worker_shutting_down.connect(lambda **_: signalled(), weak=False)
+    on_signal = signals.worker_shutting_down.connect(lambda **_: _on_signal(role), weak=False)
     worker = Worker(
         app=app,
-        hostname=f"{queue}@{new_owner()}",
+        hostname=f"{role.queue}@{new_owner()}",
+        consumer_cls=messages.QuietConsumer,
         pool="threads",
-        concurrency=threads,
-        queues=[queue],
+        concurrency=role.threads,
+        queues=[role.queue],
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
@@ -78,6 +91,14 @@ def _work(
     return int(worker.exitcode or 0)
 
 
+def _on_signal(role: Role) -> None:
+    """In the signal handler. From the first signal on the process ends within its grace, whatever hangs: by SIGALRM,
+    which needs no thread of ours. What it still holds comes back by its leases."""
+    if not any(signal.getitimer(signal.ITIMER_REAL)):
+        signal.setitimer(signal.ITIMER_REAL, role.grace_s)
+    role.signalled()
+
+
 def _drain_on_signals(worker: Any) -> None:
     """All signals that ask a process to end mean the same: Celery's own would restart on SIGHUP, and cut on SIGINT."""
     for name in _DRAINING_SIGNALS:
@@ -87,7 +108,12 @@ def _drain_on_signals(worker: Any) -> None:
 def _logged(name: str, do: Callable[..., object]) -> Callable[..., None]:
     """A task that never fails towards Celery: what goes wrong is logged without contents, and the reaper repeats it."""
 
-    def task(*args: str) -> None:
+    def task(*args: str, **unknown: object) -> None:
+        try:
+            inspect.signature(do).bind(*args, **unknown)
+        except TypeError as error:
+            messages.refuse("its task can't be called like that", error)
+            return
         try:
             do(*args)
         except (ServiceError, DBAPIError) as error:

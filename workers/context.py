@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from batchsvc import ids
 from batchsvc.batches import worker_queries
-from batchsvc.batches.planning import PlanContext
+from batchsvc.batches.reading import PlanContext
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher
 from batchsvc.errors import UnavailableError
@@ -145,10 +145,12 @@ def _engine(settings: Settings, path: Path, weight_format: str) -> EngineLike:
 
 def _fake_engine(settings: Settings, path: Path) -> EngineLike:
     from engine.fake import FakeEngine
+    from engine.faults import Faults
 
     return FakeEngine(
         load_text(path),
         witness=Path(settings.fake_witness) if settings.fake_witness else None,
         tokens_per_s=settings.fake_tokens_per_s,
         max_running=settings.max_running,
+        faults=Faults.parse(settings.fake_faults),
     )

@@ -1,7 +1,11 @@
 """Keeps the leases of one engine worker: renewal by a thread with its own connection, self-fence by monotonic time.
 
 A unit counts as held until 5/6 of its lease after the moment at which the last successful claim or renewal *began*.
-Then the worker gives it up on its own, before anyone else can get it, whatever the clocks of other machines say.
+Then the worker gives it up on its own, before anyone else can get it, whatever the clocks of other machines say:
+`fence` needs nothing but this process's own time, and is called by a thread that never waits. When the database is back
+sooner than the reaper, units given up like that are given back to everyone, as no crash of theirs.
+
+Between two renewals the thread only looks which batches were stopped, at least once a second.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from batchsvc.batches import unit_queries, worker_queries
 from batchsvc.batches.unit_queries import RenewedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
+from workers.breaker import Breaker
 from workers.thread import WorkThread
 
 _SELF_FENCE = 5 / 6  # of the lease
+_LOOK_S = 0.8  # how often stopped batches are looked for, at least
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +54,7 @@ class LeaseKeeper:
         lease_s: float,
         renew_s: float,
         beat: Callable[[], Beat],
+        breaker: Breaker,
         on_lost: Callable[[list[str]], None],
         on_stop: Callable[[list[str]], None],
         on_crash: Callable[[Exception], None],
@@ -58,21 +65,23 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._beat = beat
+        self._breaker = breaker
         self._on_lost = on_lost
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._proof_s: dict[str, float] = {}  # unit id -> monotonic time at which the last proof of the lease began
         self._epochs: dict[str, int] = {}
+        self._given_up: dict[str, int] = {}  # unit id -> epoch, of units that were fenced and may still be leased to us
         self._stopped = threading.Event()
         self._thread = WorkThread("lease", self._run, on_crash)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float | None = None) -> None:
         """End the renewals; the leases run on until they are released or over."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def hold(self, unit_id: str, epoch: int, since_s: float) -> None:
         """Renew this unit from now on. `since_s`: monotonic time at which its claim began."""
@@ -105,10 +114,33 @@ class LeaseKeeper:
                 for unit_id in alive & self._proof_s.keys():
                     self._proof_s[unit_id] = began
             self._report(lost=[unit_id for unit_id in held if unit_id not in alive])
-            stopping = [unit.id for unit in renewed if unit.is_stopping and unit.id in alive]
-            if stopping:
-                self._on_stop(stopping)
-        self._report(lost=[unit_id for unit_id in held if not self.is_held(unit_id)])
+            self._tell([unit.id for unit in renewed if unit.is_stopping and unit.id in alive])
+        self.fence()
+
+    def look(self) -> None:
+        """Report what has to stop."""
+        try:
+            with self._db.reading() as session:
+                stopping = unit_queries.stopping(session, self._owner)
+        except DBAPIError as error:
+            log.warning("lease.not_looked", error=type(error).__name__)
+            return
+        self._tell(stopping)
+
+    def fence(self) -> None:
+        """Give up what can't be renewed any more. Never waits."""
+        with self._lock:
+            held = dict(self._epochs)
+        late = [unit_id for unit_id in held if not self.is_held(unit_id)]
+        if late:
+            with self._lock:
+                self._given_up |= {unit_id: held[unit_id] for unit_id in late if unit_id in self._epochs}
+            log.warning("lease.fenced", units=late)
+            self._report(late)
+
+    def _tell(self, stopping: list[str]) -> None:
+        if stopping:
+            self._on_stop(stopping)
 
     def _report(self, lost: list[str]) -> None:
         with self._lock:
@@ -120,15 +152,31 @@ class LeaseKeeper:
 
     def _renew(self) -> list[RenewedUnit] | None:
         beat = self._beat()
+        with self._lock:
+            given_up = dict(self._given_up)
+            known = self._epochs.keys() | given_up.keys()
         try:
             with self._db.transaction() as session:
-                renewed = unit_queries.renew(session, self._owner, self._lease_s)
+                renewed = unit_queries.renew(session, self._owner, self._lease_s, known)
                 worker_queries.beat(session, self._owner, self._digest, is_draining=beat.is_draining, stats=beat.stats)
-                return renewed
+                for unit in renewed:
+                    if given_up.get(unit.id) == unit.epoch:
+                        unit_queries.release(session, unit.id, unit.epoch)
         except DBAPIError as error:
+            self._breaker.failed("leases")
             log.warning("lease.not_renewed", error=type(error).__name__)
             return None
+        self._breaker.worked("leases")
+        with self._lock:
+            for unit_id in given_up:
+                self._given_up.pop(unit_id, None)
+        return renewed
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._renew_s * random.uniform(0.8, 1.0)):  # noqa: S311  spreads the load
+        next_s = monotonic_s() + self._renew_s
+        while not self._stopped.wait(max(0.0, min(_LOOK_S, next_s - monotonic_s()))):
+            if monotonic_s() < next_s:
+                self.look()
+                continue
+            next_s = monotonic_s() + self._renew_s * random.uniform(0.8, 1.0)  # noqa: S311  spreads the load
             self.tick()

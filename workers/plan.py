@@ -12,10 +12,11 @@ from collections.abc import Callable
 import structlog
 
 from batchsvc.batches import finalize_queries, unit_queries
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.planning import PlanProgress, plan_next_window
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.repair import rebuild_next_window
-from batchsvc.db.session import Database
+from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import Dispatcher
 
 log = structlog.get_logger(__name__)
@@ -29,6 +30,7 @@ class Planner:
         self._db = db
         self._dispatcher = dispatcher
         self._owner = owner
+        self._night = Night.from_settings(context.settings)
 
     def plan(self, batch_id: str) -> PlanProgress:
         """Plan the next window of a batch, or rebuild a damaged one, then send what follows from it."""
@@ -52,6 +54,10 @@ class Planner:
         if is_due:
             self._dispatcher.finalize(batch_id)
             return
-        tickets = self._db.run(lambda session: unit_queries.take_first_tickets(session, batch_id))
+        tickets = self._db.run(
+            lambda session: unit_queries.take_first_tickets(
+                session, batch_id, is_night=self._night.is_open(database_now_ms(session))
+            )
+        )
         for digest, count in tickets.items():
             self._dispatcher.ticket(digest, count)

@@ -11,13 +11,12 @@ import hashlib
 import structlog
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
-from batchsvc.batches import part_file, poison_queries, unit_file, unit_queries
+from batchsvc.batches import poison_queries, unit_file, unit_queries
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
-from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
+from workers.objects import store_part
 from workers.translate import open_rows, to_errors
 
 CODE = "poison"
@@ -62,22 +61,4 @@ class Condemner:
             for row in open_rows(unit, unit_file.read(data))
             for line in to_errors(unit, row, code=CODE, message=_SAYS, status=500)
         ]
-        part_id = ids.part_id()
-        stored = part_file.encode([line.line for line in lines])
-        key = keys.part(unit.batch_id, unit.epoch, part_id)
-        self._store.put(key, stored)
-        return NewPart(
-            id=part_id,
-            s3_key=key,
-            sha256=hashlib.sha256(stored).hexdigest(),
-            size_bytes=len(stored),
-            bitmap=sum(1 << line.bit for line in lines).to_bytes((unit.num_lines + 7) // 8, "little"),
-            lines_ok=0,
-            lines_err=len(lines),
-            est_tokens=sum(line.est_tokens for line in lines),
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            cost_nanos=0,
-            standard_nanos=0,
-        )
+        return store_part(self._store, unit, lines)

@@ -2,7 +2,9 @@
 
 Two threads. The *engine thread* does nothing but `engine.step()`. The *pump thread* keeps the engine's waiting set
 filled (at most `waiting_requests` beyond the running ones, so that a better-ranked request never waits behind many)
-and hands out what ended. A crash of either ends the process: `failure` is the sentence for its last line.
+and hands out what ended; it waits for neither store nor database. What was generated for a request is kept until its
+completion was handed out, so that it can be saved. A crash of either thread ends the process, and so does an engine
+that has work and gets nowhere: `failure` is the sentence for its last line.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from batchsvc import logs
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request, StepOutput
 from workers.thread import WorkThread
+from workers.translate import Generated
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +32,13 @@ class Stats(Protocol):
     """What the pump reads of the engine's own counts."""
 
     @property
+    def waiting(self) -> int: ...
+    @property
     def running(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def computed_tokens(self) -> int: ...
 
 
 class EngineLike(Protocol):
@@ -73,7 +82,10 @@ class Pump:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._inside: dict[str, Source] = {}  # requests in the engine, by id
-        self._started: set[str] = set()  # those that have a first token
+        self._generated: dict[str, Generated] = {}  # new tokens of those that have any
+        self._withdrawn: set[str] = set()  # taken out of the engine, but their tokens are wanted
+        self._mark = (0, 0)  # how far the engine was when it was last seen to move
+        self._still_s = 0.0
         self._ended: deque[Completion] = deque()
         self._wake = threading.Event()
         self._work = threading.Event()
@@ -92,12 +104,13 @@ class Pump:
             thread.start()
 
     def stop(self) -> None:
-        """End both threads; what runs in the engine is not finished."""
+        """End both threads, and hand out what ended with the last step; what else runs in the engine stays as it is."""
         self._stopped.set()
         self._wake.set()
         self._work.set()
         for thread in self._threads:
             thread.join(_LAST_STEP_S)
+        self._hand_out()
 
     def wake(self) -> None:
         """Look at the sources now."""
@@ -108,15 +121,42 @@ class Pump:
         for request_id in request_ids:
             with self._lock:
                 inside = self._inside.pop(request_id, None) is not None
-                self._started.discard(request_id)
+                self._generated.pop(request_id, None)
             if inside:
                 self._engine.abort(request_id)
         self._wake.set()
 
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """As `abort`, but what the engine generates until it is told stays known: at a drain no token is lost."""
+        for request_id in request_ids:
+            with self._lock:
+                self._inside.pop(request_id, None)
+                self._withdrawn.add(request_id)
+            self._engine.abort(request_id)
+
+    def generated(self, request_id: str) -> Generated | None:
+        """What was generated so far for a request whose completion hasn't been handed out; None: nothing."""
+        with self._lock:
+            found = self._generated.get(request_id)
+            return Generated(list(found.token_ids), found.hit_tokens) if found else None
+
     def has_started(self, request_id: str) -> bool:
         """Whether a request in the engine has its first token."""
         with self._lock:
-            return request_id in self._started
+            return request_id in self._generated
+
+    def look_for_a_hang(self, elapsed_s: float, hung_s: float) -> None:
+        """To be called often, with the time since the last call: fails when the engine has work and for `hung_s` has
+        computed nothing. Time in which this process didn't run at all doesn't count."""
+        stats: Stats = self._engine.stats()
+        mark = (stats.output_tokens, stats.computed_tokens)
+        num_open = stats.running + stats.waiting
+        if mark != self._mark or not num_open:
+            self._mark, self._still_s = mark, 0.0
+            return
+        self._still_s += min(elapsed_s, 1.0)
+        if self._still_s >= hung_s:
+            self.fail(f"The engine hangs: it gave no token for {hung_s:g} s while it had {num_open} requests.")
 
     def fail(self, sentence: str) -> None:
         """Note why the process can't go on, once, and have it ended."""
@@ -133,10 +173,17 @@ class Pump:
                 continue
             output = self._engine.step()
             with self._lock:
-                self._started.update(output.new_tokens.keys() & self._inside.keys())
+                self._note(output)
             if output.completions:
                 self._ended.extend(output.completions)
                 self._wake.set()
+
+    def _note(self, output: StepOutput) -> None:
+        for request_id, token_ids in output.new_tokens.items():
+            found = self._generated.get(request_id)
+            if found is None:
+                found = self._generated[request_id] = Generated([], output.hit_tokens.get(request_id, 0))
+            found.token_ids.extend(token_ids)
 
     def _feed_engine(self) -> None:
         while not self._stopped.is_set():
@@ -150,9 +197,11 @@ class Pump:
             completion = self._ended.popleft()
             with self._lock:
                 source = self._inside.pop(completion.request_id, None)
-                self._started.discard(completion.request_id)
             if source is not None:
                 source.finish(completion)
+            with self._lock:  # only now: a line is known as running, as finished, or for a moment as both
+                if completion.request_id not in self._withdrawn:
+                    self._generated.pop(completion.request_id, None)
 
     def _fill(self) -> None:
         for source in self._sources:

@@ -4,15 +4,20 @@ SIGTERM sets a flag (in the signal handler, without a lock), then Celery's shutd
 
     at once               claim nothing, take out of the engine what hasn't begun, give its units back
     until grace - margin  let running sequences finish
-    then                  abort the rest, write what is finished, give all units back
+    then                  stop the engine; write what is finished, save what was generated of the rest
+    grace - margin / 2    give back, in one statement, whatever is still leased
 
 A second signal skips the waiting. SIGKILL at any moment is covered by the leases.
+
+A guard thread waits for nothing and does what has to be done even when all else hangs: it fences units whose lease
+can't be renewed, and ends the process when the engine gets nowhere.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +28,24 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
-from batchsvc.batches import finalize_queries, worker_queries
+from batchsvc.batches import finalize_queries, unit_queries, worker_queries
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.unit_queries import ClaimedUnit
-from batchsvc.clock import monotonic_s
+from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from workers.breaker import Breaker
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
+from workers.thread import WorkThread
 from workers.units import UnitSource
 from workers.writer import Writer
 
 _MOST_MARGIN_S = 10.0  # of the grace, for writing parts and giving units back
+_LAST_WRITE_S = 1.0  # how long the end waits for a write or a renewal under way
+_GUARD_S = 0.1
 _LOOK_S = 0.02
 _LOOP_S = 0.1
 
@@ -68,6 +78,9 @@ class EngineRun:
         self._engine = engine
         self._signals = 0
         self._is_drained = False
+        self._night = Night.from_settings(settings)
+        self._ended = threading.Event()
+        self._breaker = Breaker()
         self._pump = Pump(
             engine, waiting_requests=settings.waiting_requests, on_failure=on_failure or _end_this_process
         )
@@ -78,8 +91,9 @@ class EngineRun:
             owner=owner,
             lease_s=settings.lease_s,
             poll_s=settings.poll_s,
-            abort=self._pump.abort,
-            wake=self._pump.wake,
+            breaker=self._breaker,
+            engine=self._pump,
+            is_night=lambda: self._night.is_open(now_ms()),
             on_end=self._unit_ended,
         )
         self._leases = LeaseKeeper(
@@ -89,6 +103,7 @@ class EngineRun:
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             beat=self._beat,
+            breaker=self._breaker,
             on_lost=self._units.lost,
             on_stop=self._units.stop,
             on_crash=self._pump.crashed,
@@ -99,12 +114,15 @@ class EngineRun:
             self._leases,
             flush_s=settings.flush_s,
             flush_bytes=settings.flush_bytes,
+            breaker=self._breaker,
+            unfinished=self._units.unfinished,
             on_end=self._units.ended,
             on_lost=self._units.lost,
             on_crash=self._pump.crashed,
         )
         self._units.connect(self._leases, self._writer)
         self._pump.attach(self._units)
+        self._guard = WorkThread("guard", self._watch, self._pump.crashed)
 
     @property
     def failure(self) -> str | None:
@@ -117,6 +135,8 @@ class EngineRun:
         self._leases.start()
         self._writer.start()
         self._pump.start()
+        self._units.start()
+        self._guard.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
 
     def _register(self, session: Session) -> None:
@@ -143,26 +163,46 @@ class EngineRun:
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
-        # a dead engine runs nothing on, and like a killed process it marks every unit that it had
-        has_failed = self.failure is not None
-        self._units.drain(lambda request: not has_failed and self._pump.has_started(request), crashed=has_failed)
-        self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
+        if self.failure is None:  # a dead engine runs nothing on
+            self._units.drain()
+            self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
+        self._pump.stop()  # from here on no token is generated, so what is saved now is all there is
         self._units.stop_all(crashed=self.failure is not None)
-        self._wait_for_units(end_s - margin_s / 3)
-        self._pump.stop()
-        self._writer.stop()
-        self._leases.stop()
-        try:
-            self._db.run(lambda session: worker_queries.retire(session, self.owner))
-        except DBAPIError as error:
-            log.warning("worker.not_retired", error=type(error).__name__)
+        self._wait_for_units(end_s - margin_s / 2)
+        self._writer.stop(_LAST_WRITE_S)
+        self._leases.stop(_LAST_WRITE_S)
+        self._ended.set()
+        self._retire()
         self._dispatcher.close()
         self._engine.close()
         self._lease_db.dispose()
         self._db.dispose()
 
+    def _retire(self) -> None:
+        """Give back what is left, and end as a worker. Like a killed process, one whose engine died marks its units."""
+
+        def retire(session: Session) -> int:
+            left = unit_queries.release_all(session, self.owner, crashed=self.failure is not None)
+            worker_queries.retire(session, self.owner)
+            return left
+
+        try:
+            left = self._db.run(retire)
+        except DBAPIError as error:
+            log.warning("worker.not_retired", error=type(error).__name__)
+        else:
+            log.info("worker.retired", worker=self.owner, units_left=left)
+
+    def _watch(self) -> None:
+        seen_s = monotonic_s()
+        while not self._ended.wait(_GUARD_S):
+            now_s = monotonic_s()
+            self._leases.fence()
+            self._pump.look_for_a_hang(now_s - seen_s, self._settings.hung_s)
+            seen_s = now_s
+
     def _wait_for_units(self, until_s: float, unless: Callable[[], bool] = lambda: False) -> None:
-        while self._units.num_live() and monotonic_s() < until_s and not unless():
+        while self._units.num_live() + self._writer.num_open() and monotonic_s() < until_s and not unless():
             time.sleep(_LOOK_S)
 
     def _unit_ended(self, unit: ClaimedUnit, is_done: bool) -> None:

@@ -7,19 +7,28 @@ that is run again costs what it was planned to cost, or less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchsvc.batches import part_file
 from batchsvc.batches.part_file import PartLine
+from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, line_cost_nanos
 from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 
 _OWN_FAULT = {"context_length_exceeded", "invalid_value"}  # codes of requests that no engine could run
+_SAME_AGAIN = _OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
 _ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class Generated(NamedTuple):
+    """New tokens of a running request, and what the cache held when it began."""
+
+    token_ids: list[int]
+    hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +42,30 @@ class FinishedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
-    """A row of a unit that still lacks lines. `members` are (bit, place in the row) of the lines it lacks."""
+    """A row of a unit that still lacks lines. `members` are (bit, place in the row) of the lines it lacks; `resumed` is
+    what an earlier owner generated of its answer."""
 
     request_id: str
     row: UnitRow
     members: tuple[tuple[int, int], ...]
+    resumed: Unfinished | None = None
 
 
-def open_rows(unit: ClaimedUnit, file: UnitFile) -> Iterator[OpenRow]:
-    """The rows that still have to run, in plan order."""
+def open_rows(unit: ClaimedUnit, file: UnitFile, saved: Mapping[int, Unfinished] | None = None) -> Iterator[OpenRow]:
+    """The rows that still have to run, in plan order. `saved`: unfinished sequences by the first line of their row."""
     done = int.from_bytes(unit.done_bitmap, "little")
     lacking: dict[int, list[tuple[int, int]]] = {}
     for line in file.lines():
         if not done >> line.bit & 1:
             lacking.setdefault(line.row, []).append((line.bit, line.member))
     for index, members in lacking.items():
-        yield OpenRow(request_id=f"{unit.id}:{unit.epoch}:{index}", row=file.rows[index], members=tuple(members))
+        row = file.rows[index]
+        yield OpenRow(
+            request_id=f"{unit.id}:{unit.epoch}:{index}",
+            row=row,
+            members=tuple(members),
+            resumed=(saved or {}).get(row.line_nos[0]),
+        )
 
 
 def to_expectation(unit: ClaimedUnit, file: UnitFile) -> Expectation | None:
@@ -79,7 +96,26 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
             stop_token_ids=tuple(params.get("stop_token_ids", ())),
             ignore_eos=params.get("ignore_eos", False),
         ),
+        resume_ids=open_row.resumed.token_ids if open_row.resumed else (),
+        resume_hit_tokens=open_row.resumed.hit_tokens if open_row.resumed else 0,
     )
+
+
+def to_unfinished(open_row: OpenRow, generated: Generated | None) -> Unfinished | None:
+    """What the next owner of a row can begin with: what was resumed here, and what was generated since."""
+    resumed, new_ids = open_row.resumed, generated.token_ids if generated else []
+    if not resumed and not new_ids:
+        return None
+    return Unfinished(
+        line_no=open_row.row.line_nos[0],
+        token_ids=(*(resumed.token_ids if resumed else ()), *new_ids),
+        hit_tokens=resumed.hit_tokens if resumed else generated.hit_tokens if generated else 0,
+    )
+
+
+def may_run_again(completion: Completion) -> bool:
+    """Whether a request failed for a reason of the engine, so that another attempt may do."""
+    return completion.finish_reason is FinishReason.ERROR and completion.error_code not in _SAME_AGAIN
 
 
 def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> list[FinishedLine]:

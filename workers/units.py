@@ -1,18 +1,18 @@
 """The first source of the pump: units, claimed by ticket or by polling, several at once from several batches.
 
 A ticket waits in `admit` until there is room for another unit, then claims in its own thread and returns, so Redis
-keeps holding what nobody has room for. A claimed unit is *live* until its last word is written: all lines finished,
-or given back (cancelled batch, drain), or lost (someone else's epoch). Nothing here is the truth: a unit that this
-process forgets comes back by its lease.
+keeps holding what nobody has room for. Claims without a ticket have a thread of their own: they wait for store and
+database, which the pump must not. A claimed unit is *live* until its last word is written: all lines finished, or given
+back (cancelled batch, drain), or lost (someone else's epoch). Nothing here is the truth: a unit that this process
+forgets comes back by its lease.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,17 +20,35 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import failpoints
-from batchsvc.batches import unit_file, unit_queries
+from batchsvc.batches import repair_queries, unit_file, unit_queries
+from batchsvc.batches.damage import DamagedObjectError, verified
+from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.clock import monotonic_s
-from batchsvc.db.session import Database
-from batchsvc.errors import ServiceError
+from batchsvc.db.session import Database, database_now_ms
+from batchsvc.errors import NotFoundError, ServiceError, UnavailableError
+from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request
-from workers.translate import FinishedLine, OpenRow, open_rows, to_errors, to_expectation, to_lines, to_request
+from workers import objects
+from workers.breaker import Breaker
+from workers.thread import WorkThread
+from workers.translate import (
+    FinishedLine,
+    Generated,
+    OpenRow,
+    may_run_again,
+    open_rows,
+    to_errors,
+    to_expectation,
+    to_lines,
+    to_request,
+    to_unfinished,
+)
 
 _LOOK_S = 0.1
+_CLAIM_END_S = 2.0  # how long a drain waits for a claim under way
 
 log = structlog.get_logger(__name__)
 
@@ -45,24 +63,45 @@ class LeasesOf(Protocol):
 class PartsOf(Protocol):
     """What a source asks of its writer."""
 
-    @property
-    def is_troubled(self) -> bool: ...
+    def begin(self, unit: ClaimedUnit) -> None: ...
     def add(self, unit: ClaimedUnit, lines: list[FinishedLine]) -> None: ...
-    def end(self, unit: ClaimedUnit, *, release: bool, crashed: bool = False, delay_s: float = 0) -> None: ...
+    def fail(self, unit: ClaimedUnit, lines: list[FinishedLine]) -> None: ...
+    def end(
+        self,
+        unit: ClaimedUnit,
+        *,
+        release: bool,
+        crashed: bool = False,
+        delay_s: float = 0,
+        unfinished: Sequence[Unfinished] = (),
+    ) -> None: ...
     def drop(self, unit_id: str) -> None: ...
+
+
+class EngineOf(Protocol):
+    """What a source asks of the pump, from any thread."""
+
+    def wake(self) -> None: ...
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+    def withdraw(self, request_ids: Iterable[str]) -> None: ...
+    def generated(self, request_id: str) -> Generated | None: ...
+    def has_started(self, request_id: str) -> bool: ...
+    def crashed(self, error: Exception) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _LiveUnit:
     unit: ClaimedUnit
     open: dict[str, OpenRow] = field(default_factory=dict)  # rows without a result, by request id
+    failed: set[str] = field(default_factory=set)  # those of them that the engine failed
     is_ending: bool = False
 
 
 class UnitSource:
     """Claims units of one model for one worker and carries their lines between engine and writer.
 
-    `abort` takes requests out of the engine; `on_end` gets a unit whose last word is written, and whether it is done.
+    `is_night` says whether batches that wait for the off-peak hours may be claimed; `on_end` gets a unit whose last
+    word is written, and whether it is done.
     """
 
     def __init__(
@@ -74,8 +113,9 @@ class UnitSource:
         owner: str,
         lease_s: float,
         poll_s: float,
-        abort: Callable[[Iterable[str]], None],
-        wake: Callable[[], None],
+        breaker: Breaker,
+        engine: EngineOf,
+        is_night: Callable[[], bool],
         on_end: Callable[[ClaimedUnit, bool], None],
     ) -> None:
         self._db = db
@@ -84,8 +124,9 @@ class UnitSource:
         self._owner = owner
         self._lease_s = lease_s
         self._poll_s = poll_s
-        self._abort = abort
-        self._wake = wake
+        self._breaker = breaker
+        self._engine = engine
+        self._is_night = is_night
         self._on_end = on_end
         self._leases: LeasesOf
         self._parts: PartsOf
@@ -97,11 +138,16 @@ class UnitSource:
         self._backlog: deque[OpenRow] = deque()  # rows of live units that the engine doesn't have yet
         self._room = 0  # requests that fit the engine's waiting set beyond the backlog
         self._next_poll_s = monotonic_s() + poll_s
+        self._thread = WorkThread("claim", self._claim_without_tickets, engine.crashed)
         self.is_draining = False  # set in a signal handler too, so a plain attribute and no lock
 
     def connect(self, leases: LeasesOf, parts: PartsOf) -> None:
         """The three know each other; before the first claim."""
         self._leases, self._parts = leases, parts
+
+    def start(self) -> None:
+        """Begin to claim without tickets."""
+        self._thread.start()
 
     # ---- tickets
 
@@ -132,9 +178,8 @@ class UnitSource:
         with self._changed:
             self._room = room - len(self._backlog)
             self._changed.notify_all()
-        self._poll()
         requests: list[Request] = []
-        while len(requests) < room and not self._parts.is_troubled:
+        while len(requests) < room and not self._breaker.is_open and not self.is_draining:
             with self._changed:
                 if not self._backlog:
                     break
@@ -152,7 +197,9 @@ class UnitSource:
         with self._changed:
             live = self._of_request.get(completion.request_id)
             row = live.open[completion.request_id] if live else None
-        if live and row:
+        if live and row and may_run_again(completion):
+            self._failed(live, row, to_lines(live.unit, row, completion))
+        elif live and row:
             self._finished(live, row, to_lines(live.unit, row, completion))
 
     def refuse(self, request_id: str, error: RequestError) -> None:
@@ -170,12 +217,34 @@ class UnitSource:
             if lines:
                 del live.open[row.request_id]
                 self._parts.add(live.unit, lines)
-            is_over = not any(request_id in self._of_request for request_id in live.open)
-            if is_over and not live.is_ending:
-                live.is_ending = True
-                self._parts.end(live.unit, release=bool(live.open))
+            self._end_if_over(live)
+
+    def _failed(self, live: _LiveUnit, row: OpenRow, lines: list[FinishedLine]) -> None:
+        with self._changed:
+            if self._of_request.pop(row.request_id, None) is None:
+                return  # stopped or lost meanwhile
+            live.failed.add(row.request_id)
+            self._parts.fail(live.unit, lines)
+            self._end_if_over(live)
+
+    def _end_if_over(self, live: _LiveUnit) -> None:
+        is_over = not any(request_id in self._of_request for request_id in live.open)
+        if is_over and not live.is_ending:
+            live.is_ending = True
+            self._parts.end(live.unit, release=bool(live.open), unfinished=self._unfinished_of(live))
 
     # ---- from lease keeper, writer and drain
+
+    def unfinished(self, unit_id: str) -> list[Unfinished]:
+        """What runs of a unit at this moment, for whoever would have to go on with it."""
+        with self._changed:
+            live = self._live.get(unit_id)
+            return self._unfinished_of(live) if live else []
+
+    def _unfinished_of(self, live: _LiveUnit) -> list[Unfinished]:
+        rows = [row for request_id, row in live.open.items() if request_id not in live.failed]
+        known = (to_unfinished(row, self._engine.generated(row.request_id)) for row in rows)
+        return [sequence for sequence in known if sequence is not None]
 
     def lost(self, unit_ids: Iterable[str]) -> None:
         """These are someone else's: stop them, write nothing more for them."""
@@ -184,7 +253,7 @@ class UnitSource:
             self._parts.drop(unit_id)
 
     def stop(self, unit_ids: Iterable[str], *, crashed: bool = False) -> None:
-        """Give these back: abort what runs, keep what is finished."""
+        """Give these back: abort what runs, keep what is finished and what was generated."""
         for unit_id in unit_ids:
             with self._changed:
                 live = self._live.get(unit_id)
@@ -192,8 +261,9 @@ class UnitSource:
                     continue
                 live.is_ending = True
                 requests = self._detach(live)
-                self._parts.end(live.unit, release=True, crashed=crashed)
-            self._abort(requests)
+                unfinished = self._unfinished_of(live)
+                self._parts.end(live.unit, release=True, crashed=crashed, unfinished=unfinished)
+            self._engine.abort(requests)
 
     def ended(self, unit: ClaimedUnit, is_done: bool) -> None:
         """A unit's last word is written."""
@@ -201,20 +271,22 @@ class UnitSource:
         self._forget(unit.id)
         self._leases.forget([unit.id])
         self._on_end(unit, is_done)
-        self._wake()
+        self._engine.wake()
 
-    def drain(self, keep: Callable[[str], bool], *, crashed: bool = False) -> None:
-        """Claim nothing more; run on only the requests that `keep` says have begun."""
+    def drain(self) -> None:
+        """Claim nothing more, and run on only the requests that have begun; units without any are given back now."""
         self.is_draining = True
-        with self._claiming, self._changed:
+        if self._claiming.acquire(timeout=_CLAIM_END_S):  # else its unit is given back as soon as it comes
+            self._claiming.release()
+        with self._changed:
             self._changed.notify_all()
             self._backlog.clear()
-            waiting = [request_id for request_id in self._of_request if not keep(request_id)]
+            waiting = [request_id for request_id in self._of_request if not self._engine.has_started(request_id)]
             for request_id in waiting:
                 del self._of_request[request_id]
             idle = [unit_id for unit_id, live in self._live.items() if not live.open.keys() & self._of_request.keys()]
-        self._abort(waiting)
-        self.stop(idle, crashed=crashed)
+        self._engine.withdraw(waiting)
+        self.stop(idle)
 
     def stop_all(self, *, crashed: bool = False) -> None:
         """Give every live unit back."""
@@ -228,7 +300,7 @@ class UnitSource:
             requests = self._detach(live) if live else []
             if live:
                 self._news.append((unit_id, None))
-        self._abort(requests)
+        self._engine.abort(requests)
 
     def _detach(self, live: _LiveUnit) -> list[str]:
         requests = [request_id for request_id in live.open if self._of_request.pop(request_id, None) is not None]
@@ -238,14 +310,34 @@ class UnitSource:
     # ---- claiming
 
     def _has_room(self) -> bool:
-        return self._room > 0 and not self.is_draining and not self._parts.is_troubled
+        return self._room > 0 and not self.is_draining and not self._breaker.is_open
+
+    def _claim_without_tickets(self) -> None:
+        while not self.is_draining:
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+            if self._breaker.is_failing("reads") and self._breaker.may_try("reads"):
+                self._probe()
+            self._poll()
+
+    def _probe(self) -> None:
+        """See whether claims and unit files can be read again, without taking a unit for it."""
+        try:
+            with self._db.reading() as session:
+                database_now_ms(session)
+            self._store.head(keys.PROBE)
+        except (ServiceError, DBAPIError) as error:
+            wait_s = self._breaker.failed("reads")
+            log.warning("store.still_away", error=type(error).__name__, again_in_s=wait_s)
+        else:
+            self._breaker.worked("reads")
 
     def _poll(self) -> None:
         """Claims without a ticket: tickets may be lost, and so may all of Redis.
 
         It begins `poll_s` after the last ticket, and goes on as there is room until a claim finds nothing.
         """
-        if monotonic_s() < self._next_poll_s or not self._claiming.acquire(blocking=False):
+        if monotonic_s() < self._next_poll_s or not self._has_room() or not self._claiming.acquire(blocking=False):
             return
         try:
             while self._has_room():
@@ -258,38 +350,68 @@ class UnitSource:
 
     def _claim(self) -> bool:
         """Claim the best-ranked unit and load it; the caller holds the claiming lock."""
-        began = monotonic_s()
+        began, is_night = monotonic_s(), self._is_night()
         try:
             claimed = self._db.run(
-                lambda session: unit_queries.claim(session, self._digest, self._owner, self._lease_s, 1)
+                lambda session: unit_queries.claim(
+                    session, self._digest, self._owner, self._lease_s, 1, is_night=is_night
+                )
             )
         except DBAPIError as error:
-            log.warning("unit.not_claimed", error=type(error).__name__)
+            wait_s = self._breaker.failed("reads")
+            log.warning("unit.not_claimed", error=type(error).__name__, again_in_s=wait_s)
             return False
         for unit in claimed:
-            self._leases.hold(unit.id, unit.epoch, began)
             failpoints.reach("unit.claimed")
-            try:
-                self._start(unit)
-            except (ServiceError, ValueError, OSError) as error:
-                log.warning("unit.not_read", unit=unit.id, key=unit.s3_key, error=type(error).__name__)
-                self._parts.end(unit, release=True, delay_s=self._lease_s)
+            self._leases.hold(unit.id, unit.epoch, began)
+            if not self._load(unit):
                 return False
         return bool(claimed)
 
+    def _load(self, unit: ClaimedUnit) -> bool:
+        """Start a claimed unit, or give it back."""
+        if self.is_draining:
+            self._parts.end(unit, release=True)
+            return False
+        try:
+            self._start(unit)
+        except UnavailableError as error:
+            wait_s = self._breaker.failed("reads")
+            log.warning("unit.not_read", unit=unit.id, error=type(error).__name__, again_in_s=wait_s)
+            self._parts.end(unit, release=True)
+            return False
+        except DamagedObjectError as error:
+            log.warning("unit.damaged", unit=unit.id, batch=unit.batch_id, key=error.key, reason=error.reason)
+            self._leases.forget([unit.id])
+            self._db.run(lambda session: repair_queries.return_unit(session, unit.id, unit.epoch))
+            return False
+        except (ServiceError, ValueError, OSError) as error:
+            log.warning("unit.not_read", unit=unit.id, key=unit.s3_key, error=type(error).__name__)
+            self._parts.end(unit, release=True, delay_s=self._lease_s)
+            return False
+        return True
+
+    def _saved(self, unit: ClaimedUnit) -> dict[int, Unfinished]:
+        try:
+            return objects.load_sequences(self._store, unit)
+        except (NotFoundError, ValueError) as error:  # its lines begin anew
+            log.warning("sequences.not_read", unit=unit.id, key=unit.resume_key, error=type(error).__name__)
+            return {}
+
     def _start(self, unit: ClaimedUnit) -> None:
-        data = self._store.get(unit.s3_key)
-        if hashlib.sha256(data).hexdigest() != unit.sha256:
-            raise ValueError(f"The object {unit.s3_key} isn't what was planned.")
-        file = unit_file.read(data)
-        rows, expectation = list(open_rows(unit, file)), to_expectation(unit, file)
-        log.info("unit.claimed", unit=unit.id, epoch=unit.epoch, batch=unit.batch_id, requests=len(rows))
+        file = unit_file.read(verified(self._store.get, unit.s3_key, unit.sha256))
+        rows, expectation = list(open_rows(unit, file, self._saved(unit))), to_expectation(unit, file)
+        resumed = sum(row.resumed is not None for row in rows)
+        log.info(
+            "unit.claimed", unit=unit.id, epoch=unit.epoch, batch=unit.batch_id, requests=len(rows), resumed=resumed
+        )
         live = _LiveUnit(unit, {row.request_id: row for row in rows})
         with self._changed:
+            self._parts.begin(unit)
             self._live[unit.id] = live
             if expectation is not None:
                 self._news.append((unit.id, expectation))
             self._of_request.update(dict.fromkeys(live.open, live))
             self._backlog.extend(rows)
             self._room -= len(rows)
-        self._wake()
+        self._engine.wake()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class ClaimedUnit:
     sha256: str
     num_lines: int
     done_bitmap: bytes
+    is_suspect: bool = False  # it runs alone, and its lines should count as soon as they are finished
     attempts: Mapping[int, int] = field(default_factory=dict)  # failed attempts of lines, by their bit
     salt: str
     model_id: str
@@ -136,6 +137,7 @@ def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit
                 sha256=unit.sha256,
                 num_lines=unit.num_lines,
                 done_bitmap=unit.done_bitmap,
+                is_suspect=unit.is_suspect,
                 attempts={int(bit): failed for bit, failed in (unit.attempts or {}).items()},
                 salt=salts[unit.project_id],
                 model_id=batch.model_id or "",
@@ -148,12 +150,15 @@ def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit
     return claimed
 
 
-def renew(session: Session, owner: str, lease_s: float) -> list[RenewedUnit]:
-    """Prolong every lease of `owner`. A unit that is missing from the answer is lost."""
+def renew(session: Session, owner: str, lease_s: float, unit_ids: Collection[str]) -> list[RenewedUnit]:
+    """Prolong these leases of `owner`. A unit that is missing from the answer is lost.
+
+    A unit that `owner` doesn't know of, because the answer to its claim was lost, isn't prolonged: its lease runs out.
+    """
     now = database_now_ms(session)
     renewed = session.execute(
         update(Unit)
-        .where(Unit.owner == owner, Unit.state == "leased")
+        .where(Unit.owner == owner, Unit.state == "leased", Unit.id.in_(unit_ids))
         .values(lease_ms=now + _ms(lease_s))
         .returning(Unit.id, Unit.epoch, Unit.batch_id)
         .execution_options(synchronize_session=False)
@@ -219,8 +224,6 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     unit.num_done += lines
     if unit.num_done == unit.num_lines:
         unit.state, unit.owner = "done", None
-        batch.running_tokens -= unit.running_tokens
-        unit.running_tokens = unit.running_lines = 0
         unit.resume_key = unit.resume_sha256 = None
     batch.completed += part.lines_ok
     batch.failed += part.lines_err
@@ -229,8 +232,7 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     batch.output_tokens += part.output_tokens
     batch.cost_nanos += part.cost_nanos
     batch.standard_nanos += part.standard_nanos
-    batch.est_done_tokens += part.est_tokens
-    progress_queries.note_work(batch, row.created_ms)
+    progress_queries.note_part(batch, unit, row)
     poison_queries.note_progress(batch, unit)
     session.flush()
     billing.post_part(session, batch, row)

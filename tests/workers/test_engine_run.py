@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from batchsvc.batches import service, unit_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Worker
+from batchsvc.batches.tables import Batch, Unit, Worker
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
@@ -154,8 +154,8 @@ def test_a_unit_taken_away_is_dropped_and_run_by_its_new_owner(world: World) -> 
     batch_id = world.add_batch(num_lines=30, unit_lines=30, max_tokens=8)
     with worker(world, FakeEngine(None, max_running=2, tokens_per_s=30), flush_s=0.2) as run:
         until(lambda: world.batch(batch_id).completed > 0, "a first part")
-        world.set_units(batch_id, lease_ms=0)
-        with world.db.transaction() as session:
+        with world.db.transaction() as session:  # one transaction: the owner renews whenever it can
+            session.execute(update(Unit).where(Unit.batch_id == batch_id).values(lease_ms=0))
             assert unit_queries.free_expired(session) == 1
             mine = unit_queries.claim(session, DIGEST, "other", 30, 1)[0]
         until(lambda: run._units.num_live() == 0, "the old owner lets go")
@@ -217,7 +217,7 @@ def test_a_store_that_is_away_costs_time_only(sqlite_world: World) -> None:
             return super().put(key, data, content_type=content_type)
 
     with worker(world, store=Flaky(world.settings), waiting_requests=4, lease_s=30) as run:
-        until(lambda: run._writer.is_troubled, "the trouble is seen")
+        until(lambda: run._breaker.is_failing("writes"), "the trouble is seen")
         live = run._units.num_live()
         time.sleep(0.3)
         assert run._units.num_live() <= live + 1, "nothing more is claimed"

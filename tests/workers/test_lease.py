@@ -11,6 +11,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Worker
 from batchsvc.clock import monotonic_s
 from tests.workers.conftest import DIGEST, World
+from workers.breaker import Breaker
 from workers.lease import Beat, LeaseKeeper
 
 
@@ -21,6 +22,7 @@ class Kept:
         self.lost: list[str] = []
         self.stopped: list[str] = []
         self.crashed: list[Exception] = []
+        self.breaker = Breaker()
         self.batch_id = world.add_batch(num_lines=4, unit_lines=2)
         world.db.run(lambda session: worker_queries.register(session, "me", DIGEST))
         self.keeper = LeaseKeeper(
@@ -30,6 +32,7 @@ class Kept:
             lease_s=lease_s,
             renew_s=0.05,
             beat=lambda: Beat(False, {"running": 1}),
+            breaker=self.breaker,
             on_lost=self.lost.extend,
             on_stop=self.stopped.extend,
             on_crash=self.crashed.append,

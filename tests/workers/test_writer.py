@@ -12,11 +12,13 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from batchsvc.batches import unit_queries
+from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.store.s3 import ObjectStore
 from tests.workers.conftest import DIGEST, World
 from tests.workers.helpers import finish
+from workers.breaker import Breaker
 from workers.lease import Beat, LeaseKeeper
 from workers.writer import Writer, _Buffer
 
@@ -30,6 +32,8 @@ class Desk:
         self.ended: list[tuple[str, bool]] = []
         self.lost: list[str] = []
         self.crashed: list[Exception] = []
+        self.breaker = Breaker()
+        self.running: list[Unfinished] = []
         self.leases = LeaseKeeper(
             world.db,
             "me",
@@ -37,6 +41,7 @@ class Desk:
             lease_s=30,
             renew_s=10,
             beat=lambda: Beat(False, {}),
+            breaker=self.breaker,
             on_lost=self.lost.extend,
             on_stop=lambda _: None,
             on_crash=self.crashed.append,
@@ -47,6 +52,8 @@ class Desk:
             self.leases,
             flush_s=flush_s,
             flush_bytes=1 << 20,
+            breaker=self.breaker,
+            unfinished=lambda unit_id: list(self.running),
             on_end=lambda unit, is_done: self.ended.append((unit.id, is_done)),
             on_lost=self.lost.extend,
             on_crash=self.crashed.append,

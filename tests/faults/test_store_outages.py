@@ -76,7 +76,7 @@ def test_row_40_a_slow_store_slows_no_heartbeat(cluster: Cluster, judge: Judge) 
         engine = cluster.start("engine", BATCHSVC_LEASE_S=8)
         cluster.until(lambda: "worker.ready" in engine.text(), "the engine is ready")
         for direction, link in slow.items():
-            proxy.set(direction, link)  # type: ignore[arg-type]
+            proxy.set(direction, link)
         slow_since, done = monotonic_s(), cluster.num_done(job)
         cluster.until(lambda: cluster.num_done(job) > done and monotonic_s() - slow_since > 12, "a part counts, slowly")
         assert silence_s(cluster) < 6, "the heart beats on"

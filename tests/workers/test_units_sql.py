@@ -105,20 +105,29 @@ def test_sealing_fences_the_owner_out(world: World) -> None:
     part = put_part(world, unit, finish(world, unit))
     assert world.db.run(lambda session: unit_queries.seal(session, batch_id)) == 2
     assert world.db.run(lambda session: unit_queries.commit_part(session, unit.id, unit.epoch, part)) is False
-    assert world.db.run(lambda session: unit_queries.renew(session, "a", 30)) == []
+    assert world.db.run(lambda session: unit_queries.renew(session, "a", 30, [unit.id])) == []
     assert not world.parts(batch_id)
 
 
 def test_renewing_prolongs_and_tells_what_stops(world: World) -> None:
     kept = world.add_batch(num_lines=2, unit_lines=2)
     cancelled = world.add_batch(num_lines=2, unit_lines=2)
-    claim(world, limit=10, lease_s=0.05)
+    units = [unit.id for unit in claim(world, limit=10, lease_s=0.05)]
     world.set_batch(cancelled, status=Status.CANCELLING)
-    renewed = world.db.run(lambda session: unit_queries.renew(session, "a", 30))
+    renewed = world.db.run(lambda session: unit_queries.renew(session, "a", 30, units))
     stops = {unit.id: unit.is_stopping for unit in renewed}
     assert stops == {world.units(kept)[0].id: False, world.units(cancelled)[0].id: True}
     time.sleep(0.1)
     assert world.db.run(unit_queries.free_expired) == 0
+
+
+def test_a_claim_whose_answer_was_lost_runs_out(world: World) -> None:
+    world.add_batch(num_lines=4, unit_lines=2)
+    known, _unknown = claim(world, limit=2, lease_s=0.05)
+    time.sleep(0.1)
+    renewed = world.db.run(lambda session: unit_queries.renew(session, "a", 30, [known.id]))
+    assert [unit.id for unit in renewed] == [known.id]
+    assert world.db.run(unit_queries.free_expired) == 1, "what its owner never heard of is free again"
 
 
 def test_a_dead_process_is_freed_at_once_and_no_other(world: World) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchsvc.cli.console import Console
 from batchsvc.money import format_dollars
@@ -19,14 +20,26 @@ ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 _POLL_S = 0.4
 _PLAIN_EVERY_S = 5.0
 _PLAIN_AT_LEAST_S = 30.0
-_LEAST_SHARE = 0.1  # of the lines, before an estimate means anything: they run side by side and end together
+
+
+class Left(NamedTuple):
+    """Seconds until a batch has ended, at best and at worst."""
+
+    least_s: float
+    most_s: float
+
+    def __str__(self) -> str:
+        least, most = clock(self.least_s), clock(self.most_s)
+        return most if least == most else f"{least} to {most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What one look at a batch says. Rates count from the first look at which the batch was running."""
+    """What one look at a batch says. The rate counts from the first look at which the batch was running; `share` of
+    the work and the seconds `left`, at best and at worst, are the service's."""
 
     status: str
+    share: float | None
     total: int
     completed: int
     failed: int
@@ -35,8 +48,9 @@ class Progress:
     output_tokens: int
     cost_nanos: int
     tokens_per_s: float
-    left_s: float | None
+    left: Left | None
     waiting_for: str | None
+    is_at_risk: bool
 
     @property
     def done(self) -> int:
@@ -49,14 +63,17 @@ class Progress:
         if not self.total:
             return ""
         share = f"{100 * self.cached_tokens // self.input_tokens} % cached" if self.input_tokens else "0 % cached"
-        says = [
+        says = [] if self.share is None else [f"{math.floor(100 * self.share)} %"]
+        says += [
             f"{self.done:,} of {self.total:,} lines",
             f"{self.failed:,} failed",
             f"{self.tokens_per_s:,.0f} tokens/s",
         ]
         says += [share, format_dollars(self.cost_nanos)]
-        if self.left_s is not None and self.done < self.total:
-            says.append(f"{clock(self.left_s)} left")
+        if self.left is not None:
+            says.append(f"{self.left} left")
+        if self.is_at_risk:
+            says.append("the deadline is at risk")
         if self.waiting_for:
             says.append(f"waiting for: {self.waiting_for}")
         return ", ".join(says)
@@ -65,38 +82,39 @@ class Progress:
 class Meter:
     """Turns successive batch objects into Progress."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._now = now
+        self._wall = wall
         self._start: float | None = None
         self._start_tokens = 0
-        self._start_lines = 0
 
     def look(self, batch: dict[str, Any]) -> Progress:
         counts, usage = batch.get("request_counts") or {}, batch.get("usage") or {}
-        completed, failed, total = counts.get("completed", 0), counts.get("failed", 0), counts.get("total", 0)
         tokens = usage.get("total_tokens", 0)
         if self._start is None and batch["status"] != "validating":
-            self._start, self._start_tokens, self._start_lines = self._now(), tokens, completed + failed
-        elapsed, new_tokens, new_lines = 0.0, 0, 0
-        if self._start is not None:
-            elapsed = self._now() - self._start
-            new_tokens, new_lines = tokens - self._start_tokens, completed + failed - self._start_lines
-        left = None
-        if new_lines > 0 and new_lines >= _LEAST_SHARE * (total - self._start_lines):
-            left = (total - completed - failed) * elapsed / new_lines
+            self._start, self._start_tokens = self._now(), tokens
+        elapsed = self._now() - self._start if self._start is not None else 0.0
+        new_tokens = tokens - self._start_tokens
         return Progress(
             status=batch["status"],
-            total=total,
-            completed=completed,
-            failed=failed,
+            share=(batch.get("progress") or {}).get("share"),
+            total=counts.get("total", 0),
+            completed=counts.get("completed", 0),
+            failed=counts.get("failed", 0),
             input_tokens=usage.get("input_tokens", 0),
             cached_tokens=(usage.get("input_tokens_details") or {}).get("cached_tokens", 0),
             output_tokens=usage.get("output_tokens", 0),
             cost_nanos=usage.get("cost_nanos", 0),
             tokens_per_s=new_tokens / elapsed if elapsed > 0 else 0.0,
-            left_s=left,
+            left=self._left(batch.get("estimated_completion_at")),
             waiting_for=batch.get("waiting_for"),
+            is_at_risk=bool(batch.get("at_risk")),
         )
+
+    def _left(self, ends: dict[str, int] | None) -> Left | None:
+        if ends is None:
+            return None
+        return Left(*(max(0.0, ends[end] - self._wall()) for end in ("low", "high")))
 
 
 class View(Protocol):
@@ -176,7 +194,7 @@ class _Bar:
         self._bar.update(
             self._task,
             description=progress.status,
-            total=progress.total or None,
-            completed=progress.done,
+            total=None if progress.share is None else 1.0,
+            completed=progress.share or 0.0,
             numbers=progress.numbers(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -137,11 +138,15 @@ def show(
         outcome.tell_problems(batch, console)
         return
     outcome.summary(batch, console, elapsed_s=outcome.elapsed_of(batch))
-    runs = batch.get("scheduled_for")
+    runs, ends = batch.get("scheduled_for"), batch.get("estimated_completion_at")
+    share = (batch.get("progress") or {}).get("share")
     extra = {
         "Name": batch.get("name"),
         "Model": batch.get("model"),
         "Priority": batch.get("priority"),
+        "Progress": f"{math.floor(100 * share)} %" if share is not None else None,
+        "Ends": " to ".join(outcome.local_time(ends[end]) for end in ("low", "high")) if ends else None,
+        "At risk": "the deadline" if batch.get("at_risk") else None,
         "Waiting for": batch.get("waiting_for"),
         "Starts": outcome.local_time(runs) if runs else None,
     }

@@ -123,6 +123,7 @@ def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finali
         why = Status.CANCELLED if batch.status == Status.CANCELLING else ended
         lifecycle.move(session, batch_id, Status.FINALIZING, now_ms=now, values={"why": why})
         session.refresh(batch)
+    progress_queries.note_merge(batch, 0)  # whatever didn't run is no work any more
     batch.fin_epoch += 1
     batch.fin_owner, batch.fin_lease_ms = owner, now + round(lease_s * 1000)
     earlier = select(Segment.state).where(Segment.batch_id == batch_id, Segment.fin_epoch < batch.fin_epoch)

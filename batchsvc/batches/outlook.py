@@ -65,7 +65,10 @@ def outlooks(session: Session, rows: Sequence[Batch], night: Night, habits: Habi
             ends, is_at_risk = _ending(row, now, habits), False
         else:
             ends, is_at_risk = _running(row, now, night, habits, hands.get(row.id, Hands()), companions)
-        found[row.id] = Outlook(phase=_PHASES[Status(row.status)], share=_share(row), ends=ends, is_at_risk=is_at_risk)
+        share = _share(row)
+        if share is None:  # nothing was seen of it, so whatever its end is worked out from isn't its own
+            ends = None
+        found[row.id] = Outlook(phase=_PHASES[Status(row.status)], share=share, ends=ends, is_at_risk=is_at_risk)
     return found
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import inspect, text
+from sqlalchemy import Connection, TextClause, inspect, text
 
+from batchsvc.accounts.tables import Project
+from batchsvc.batches import unit_queries
+from batchsvc.batches.tables import Batch
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.settings import SettingsError
@@ -81,3 +84,34 @@ def test_a_failed_migration_leaves_nothing(database_url: str) -> None:
         migrate.upgrade(database_url)
     assert inspect(database.engine).get_table_names() == ["units"]
     database.dispose()
+
+
+def test_rows_of_the_first_schema_stay_valid(database_url: str) -> None:
+    """A batch that was running before the upgrade runs on: admitted, not paused, at any time of day."""
+    database = Database(database_url)
+    with database.engine.begin() as connection:
+        command.upgrade(migrate._config(connection), "0001")
+        for table, values in (
+            ("projects", {"id": "p", "name": "n", "salt": "s", "weight": 1, "created_ms": 1}),
+            ("batches", {"id": "b", "project_id": "p", "status": "in_progress", "expires_ms": 9_999_999_999_999}),
+            ("units", {"id": "u", "batch_id": "b", "model_digest": "d", "state": "ready", "num_lines": 1}),
+        ):
+            connection.execute(*_old_row(connection, table, values))
+    migrate.upgrade(database_url)
+    with database.reading() as session:
+        assert unit_queries.scaling(session, is_night=False)["d"].claimable == 1
+        batch = session.get_one(Batch, "b")
+        assert (batch.has_quota, batch.on_quota, batch.is_paused, batch.priority) == (True, "wait", False, 0)
+        assert session.get_one(Project, "p").quota_tokens is None
+    database.dispose()
+
+
+def _old_row(connection: Connection, table: str, values: dict[str, object]) -> tuple[TextClause, dict[str, object]]:
+    """An insert in the words of the old schema: what isn't named is zero, empty or null."""
+    row = dict(values)
+    for column in inspect(connection).get_columns(table):
+        if column["name"] not in row and not column["nullable"]:
+            kind = column["type"].python_type
+            row[column["name"]] = {int: 0, str: "", bytes: b"\0", bool: False}[kind]
+    names = ", ".join(row)
+    return text(f"INSERT INTO {table} ({names}) VALUES ({', '.join(':' + name for name in row)})"), row

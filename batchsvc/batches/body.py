@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import orjson
 
 from batchsvc.files.lines import json_type, shown
 from engine.errors import RequestError
@@ -69,8 +72,8 @@ class ChatCall:
 
 def parse_chat(body: dict[str, Any]) -> ChatCall:
     """What a body asks for. Raises RequestError with the code and param of OpenAI's error body."""
-    for name, harmless in _REFUSED.items():
-        value = body.get(name)
+    for name in sorted(_REFUSED.keys() & body.keys()):  # sorted: the same refusal for the same body
+        value, harmless = body[name], _REFUSED[name]
         if value is not None and not any(_same(value, allowed) for allowed in harmless):
             raise RequestError(
                 f"{name}={shown(value)} is not supported here; remove it from the body.",
@@ -116,15 +119,15 @@ def fit(call: ChatCall, *, prompt_tokens: int, context_tokens: int, default_max_
     max_tokens = min(default_max_tokens, left) if call.max_tokens is None else call.max_tokens
     params = {"max_tokens": max_tokens, **call.params}
     # the engine's own check last: a worker must never meet a request that it refuses to build
-    SamplingParams(
-        **{
-            **params,
-            "seed": params["seed"] or 0,
-            "stop": tuple(params["stop"]),
-            "stop_token_ids": tuple(params["stop_token_ids"]),
-        }
-    )
+    _check_sampling(orjson.dumps(params))
     return params
+
+
+@lru_cache(maxsize=4096)
+def _check_sampling(params_json: bytes) -> None:
+    params = orjson.loads(params_json)
+    seed, stop, stop_token_ids = params["seed"] or 0, tuple(params["stop"]), tuple(params["stop_token_ids"])
+    SamplingParams(**{**params, "seed": seed, "stop": stop, "stop_token_ids": stop_token_ids})
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:

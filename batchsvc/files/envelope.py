@@ -8,6 +8,7 @@ model that the first good line named. It doesn't look into the body beyond `mode
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class SeenIds:
         self._high = np.empty(0, dtype=np.uint64)  # sorted; finished windows
         self._low = np.empty(0, dtype=np.uint64)
         self._lines = np.empty(0, dtype=np.int64)
+        self._sorted = self._high.data  # the same, for one look-up at a time
 
     def add_finished(self, line_nos: Sequence[int], custom_ids: Sequence[str | None]) -> None:
         """Adds a finished window. Windows come in the order of their lines."""
@@ -57,6 +59,7 @@ class SeenIds:
         lines = np.concatenate([self._lines, np.fromiter((line for line, _ in used), np.int64, len(used))])
         order = np.argsort(high, kind="stable")
         self._high, self._low, self._lines = high[order], low[order], lines[order]
+        self._sorted = self._high.data
 
     def first_use(self, custom_id: str, line_no: int) -> int | None:
         """The line that used `custom_id` before, or None, and then it is remembered for `line_no`."""
@@ -67,10 +70,9 @@ class SeenIds:
         return before
 
     def _finished(self, digest: bytes) -> int | None:
-        high = np.uint64(int.from_bytes(digest[:8], "big"))
-        low = int.from_bytes(digest[8:], "big")
-        at = int(np.searchsorted(self._high, high))
-        while at < len(self._high) and self._high[at] == high:
+        high, low = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+        at = bisect_left(self._sorted, high)
+        while at < len(self._sorted) and self._sorted[at] == high:
             if int(self._low[at]) == low:
                 return int(self._lines[at])
             at += 1

@@ -141,6 +141,8 @@ def parse_object(
         return problem(f"{what} must be a JSON object, not {json_type(value)}.", "expected_object")
     if _is_deep(data, value):
         return problem(f"{what} is nested more than {MAX_DEPTH} levels deep.")
+    if _has_plain_keys(data, value):
+        return value
     try:
         # numbers as text: Python refuses integers of over 4,300 digits, and their values don't matter here
         json.loads(data, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
@@ -161,6 +163,25 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
         if key in keys:
             raise _DuplicateKeyError(key)
         keys.add(key)
+
+
+def _has_plain_keys(data: bytes, value: dict[str, Any]) -> bool:
+    """Whether it is plain that no object has a key twice; it is for nearly every line, at a tenth of a second parse.
+
+    Without blanks before colons, a key is written as `":`; so may be an end of some string, but nothing else. As many
+    of these as there are distinct keys leave no room for a second of any.
+    """
+    if b" :" in data or b"\t:" in data or b"\r:" in data or b"\n:" in data:
+        return False
+    num_keys = 0
+    found: list[Any] = [value]
+    while found:
+        item = found.pop()
+        if isinstance(item, dict):
+            num_keys += len(item)
+            item = item.values()
+        found += [child for child in item if isinstance(child, dict | list)]
+    return data.count(b'":') == num_keys
 
 
 def _is_deep(data: bytes, value: dict[str, Any]) -> bool:

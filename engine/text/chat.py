@@ -34,6 +34,8 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)
+            # a plain dictionary: the template's own chain of them takes longer to copy than a short chat to render
+            self._globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelError(f"The model's chat template can't be compiled: {error}.") from error
 
@@ -46,7 +48,8 @@ class ChatTemplate:
         variables = {"add_generation_prompt": True, **self._tokens, **variables}
         size, pieces = 0, []
         try:
-            for piece in self._template.generate(messages=[_plain(message) for message in messages], **variables):
+            names = {**self._globals, **variables, "messages": [_plain(message) for message in messages]}
+            for piece in self._template.root_render_func(self._template.new_context(names, shared=True)):
                 size += len(piece)
                 if size > MAX_PROMPT_CHARS:
                     _refuse(f"the prompt is longer than {MAX_PROMPT_CHARS} characters")

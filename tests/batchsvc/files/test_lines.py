@@ -169,3 +169,38 @@ def test_a_line_of_60_mb_takes_little_memory() -> None:
     assert records[0].problem is not None and "60000008 bytes" in records[0].problem.message
     assert records[1].value == {"b": 1}
     assert peak < 8_000_000
+
+
+KEYS = st.sampled_from(["a", "b", 'a"', "a:", " :"])
+PAIRS = st.recursive(
+    st.none() | st.integers(0, 9) | st.text('":\\{} a', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(KEYS, inner), max_size=3).map(tuple),
+    max_leaves=8,
+)
+
+
+def written(value: Any, colon: str) -> str:
+    """JSON of a value whose objects are tuples of pairs, so that a key may stand twice."""
+    if isinstance(value, tuple):
+        return "{" + ",".join(json.dumps(key) + colon + written(child, colon) for key, child in value) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(written(child, colon) for child in value) + "]"
+    return json.dumps(value)
+
+
+def has_twin(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    children = [child for _, child in value] if isinstance(value, tuple) else value
+    is_double = isinstance(value, tuple) and len({key for key, _ in value}) < len(value)
+    return is_double or any(map(has_twin, children))
+
+
+@given(PAIRS, st.sampled_from([":", ": ", " :", " : "]))
+def test_a_key_that_stands_twice_is_found_wherever_it_stands(value: Any, colon: str) -> None:
+    """The quick look at the keys never says otherwise than the parse that counts them."""
+    data = written((("k", value),), colon)
+    found = one(data.encode())
+    assert (found.problem is not None) == has_twin(value)
+    if found.problem is None:
+        assert found.value == json.loads(data)

@@ -76,6 +76,10 @@ class _Buffer:
     def __post_init__(self) -> None:
         self.num_left = self.unit.num_lines - int.from_bytes(self.unit.done_bitmap, "little").bit_count()
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.lines or self.failures or self.is_ending or self.write)
+
     def due_s(self, flush_s: float, flush_bytes: int) -> float | None:
         """Monotonic time at which to write; None: nothing to do."""
         if self.is_ending or self.num_bytes >= flush_bytes or (self.lines and self.unit.is_suspect):
@@ -142,6 +146,11 @@ class Writer:
         with self._changed:
             return len(self._buffers)
 
+    def has_work(self) -> bool:
+        """Whether anything waits to be written."""
+        with self._changed:
+            return any(buffer.has_work for buffer in self._buffers.values())
+
     def begin(self, unit: ClaimedUnit) -> None:
         """A unit's sequences run from now on."""
         with self._changed:
@@ -184,6 +193,8 @@ class Writer:
         """Forget a unit that was lost."""
         with self._changed:
             self._buffers.pop(unit_id, None)
+            if not self._buffers:  # nothing is left whose writing could show that it works again
+                self._breaker.worked("writes")
             self._changed.notify_all()
 
     def _aged(self, unit: ClaimedUnit) -> _Buffer:
@@ -198,12 +209,13 @@ class Writer:
                 self._lose(buffer)
                 continue
             try:
-                self._write(buffer)
+                has_written = self._write(buffer)
             except (ServiceError, DBAPIError) as error:
                 wait_s = self._breaker.failed("writes")
                 log.warning("part.not_written", unit=buffer.unit.id, error=type(error).__name__, again_in_s=wait_s)
             else:
-                self._breaker.worked("writes")
+                if has_written:
+                    self._breaker.worked("writes")
 
     def _next(self) -> _Buffer | None:
         """Waits for the buffer that is due first; None when stopped."""
@@ -223,7 +235,8 @@ class Writer:
                 self._changed.wait(max(0.0, min(times.values()) - now) if times else None)
             return None
 
-    def _write(self, buffer: _Buffer) -> None:
+    def _write(self, buffer: _Buffer) -> bool:
+        """Write what is due of a unit. False: nothing was, or the unit is lost."""
         unit = buffer.unit
         if buffer.failures and not self._settle(buffer):
             return self._lose(buffer)
@@ -233,7 +246,8 @@ class Writer:
         self._put(buffer, write)
         if not self._leases.is_held(unit.id):
             return self._lose(buffer)
-        if write.part or write.saved or (write.ends and buffer.num_left):
+        is_news = bool(write.part or write.saved or (write.ends and buffer.num_left))
+        if is_news:
             if not self._db.run(lambda session: self._count(session, buffer, write)):
                 return self._lose(buffer)
             if write.part:
@@ -241,7 +255,7 @@ class Writer:
         self._counted(buffer, write)
         if write.ends:
             self._end(buffer)
-        return None
+        return is_news
 
     def _settle(self, buffer: _Buffer) -> bool:
         """Ask which of the failed lines end as error lines. False: the unit is lost."""
@@ -323,10 +337,11 @@ class Writer:
         self.drop(buffer.unit.id)
         self._on_end(buffer.unit, is_done)
 
-    def _lose(self, buffer: _Buffer) -> None:
+    def _lose(self, buffer: _Buffer) -> bool:
         log.warning("unit.lost", unit=buffer.unit.id, epoch=buffer.unit.epoch, lines=len(buffer.lines))
         self.drop(buffer.unit.id)
         self._on_lost([buffer.unit.id])
+        return False
 
     def _delete(self, key: str) -> None:
         """Delete an object of this owner that no row names any more; what stays is for the reaper's audit."""

@@ -154,6 +154,16 @@ def test_nothing_is_written_for_a_unit_that_is_not_held(sqlite_world: World) -> 
         assert made.completed() == 0 and not list(sqlite_world.store.list_keys(f"batch/{made.batch_id}/part/"))
 
 
+def test_a_failure_to_write_is_forgotten_with_the_last_unit(sqlite_world: World) -> None:
+    """Its worker would else wait for ever for a write that nobody makes."""
+    with desk(sqlite_world) as made:
+        made.breaker.failed("writes")
+        made.leases.forget([made.unit.id])
+        made.writer.add(made.unit, made.lines)
+        until(lambda: bool(made.lost), "the loss is noticed")
+        assert not made.breaker.is_open
+
+
 def test_a_unit_given_back_keeps_its_finished_lines(sqlite_world: World) -> None:
     with desk(sqlite_world) as made:
         made.writer.add(made.unit, made.lines[:4])

@@ -111,6 +111,8 @@ def test_life_of_a_batch(api: Api) -> None:
     assert (seen.usage.input_tokens, seen.usage.output_tokens, seen.usage.total_tokens) == (0, 0, 0)
     assert seen.to_dict()["usage"]["cost_nanos"] == 0
     assert seen.to_dict()["waiting_for"] == f"no worker for model {MODEL}"
+    assert seen.to_dict()["progress"] == {"phase": "running", "share": None}
+    assert seen.to_dict()["estimated_completion_at"] is None and seen.to_dict()["at_risk"] is False
 
 
 def test_cancel(api: Api) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.batches.offpeak import Night
+from batchsvc.batches.offpeak import Night, NightClock
 from batchsvc.settings import Settings, SettingsError
 
 MINUTE_MS, HOUR_MS = 60_000, 3_600_000
@@ -144,3 +144,28 @@ def test_a_wrong_setting_is_named(name: str, value: str) -> None:
 
 def settings(**variables: str) -> Settings:
     return Settings.from_env({"DATABASE_URL": "sqlite:///x", "REDIS_URL": "redis://x", **variables})
+
+
+spans = st.integers(0, 30 * 24 * HOUR_MS)
+
+
+@given(some_nights, moments, spans, st.none() | st.integers(-5 * 24 * HOUR_MS, 10 * 24 * HOUR_MS))
+def test_a_clock_that_runs_by_night_agrees_with_itself(night: Night, now: int, work: int, late_in: int | None) -> None:
+    clock = NightClock(night, None if late_in is None else now + late_in)
+    ends = clock.after_ms(now, work)
+    assert ends >= now + work and abs(clock.worked_ms(now, ends) - work) < 1
+    assert clock.worked_ms(now, now + work) <= work
+    if late_in is not None and late_in <= 0:
+        assert ends == now + work, "late work runs at any time"
+
+
+@given(some_nights, moments, st.integers(0, 5 * 24 * 60))
+def test_a_night_clock_counts_the_minutes_of_the_night(night: Night, now: int, minutes: int) -> None:
+    until = now + minutes * MINUTE_MS
+    oracle = sum(night.is_open(now + step * 10 * MINUTE_MS) for step in range(minutes // 10)) * 10 * MINUTE_MS
+    nights = 2 * (minutes / 1440 + 2)  # each begin and end may fall between two looks
+    assert abs(NightClock(night).worked_ms(now, until) - oracle) <= nights * 10 * MINUTE_MS
+
+
+def test_without_a_night_a_night_clock_always_runs() -> None:
+    assert NightClock(Night()).after_ms(5, 10) == 15 and NightClock(Night()).worked_ms(5, 15) == 10

@@ -13,20 +13,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, SQLColumnExpression, and_, exists, func, or_, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Integer,
+    Select,
+    SQLColumnExpression,
+    String,
+    and_,
+    bindparam,
+    exists,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_rank, poison
 from batchsvc.batches.claim_rank import Candidate, Holding
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
+from batchsvc.db.base import BigInt
 
 Conditions = tuple[SQLColumnExpression[bool], ...]
+Moment = int | BindParameter[int]
+Kind = Literal["ranked", "suspect", "poison"]
 
+# statements of every claim are made once: making one takes longer than running it
+_NOW, _DIGEST = bindparam("p_now", type_=BigInt), bindparam("p_digest", type_=String)
 _CLOCK = ""  # project_id of the model's clock
 
 
@@ -43,18 +64,19 @@ class Claimer:
 
 @dataclass(frozen=True, slots=True)
 class LeasedUnit:
-    """A unit that was just leased."""
+    """A unit that was just leased, and the tokens that it still has to do."""
 
     id: str
     epoch: int
+    tokens: int
 
 
-def claimable(now_ms: int, *, is_night: bool) -> Conditions:
+def claimable(now_ms: Moment, *, is_night: bool) -> Conditions:
     """What makes a unit claimable, as conditions on a unit joined with its batch."""
     return (*_is_ready(now_ms), *_may_run(now_ms, is_night=is_night))
 
 
-def is_running(now_ms: int) -> ColumnElement[bool]:
+def is_running(now_ms: Moment) -> ColumnElement[bool]:
     """What lets the units of a batch run: in progress and in time, or being finalized while lines of damaged parts
     are run again, which no deadline of the batch cuts."""
     return or_(
@@ -65,9 +87,8 @@ def is_running(now_ms: int) -> ColumnElement[bool]:
 
 def lease_poison(session: Session, owner: str, now_ms: int, lease_ms: int, limit: int) -> list[LeasedUnit]:
     """Lease units of which only an error line can be made, for who writes it. Served by ix_units_suspect."""
-    condemned = (Unit.is_suspect, Unit.state == "ready", Unit.crash_count >= poison.CRASHES)
     claimer = Claimer(model_digest="", owner=owner, now_ms=now_ms, lease_ms=lease_ms, is_night=True)
-    return _lease(session, claimer, (*condemned, is_running(now_ms)), (Unit.id,), limit)
+    return _lease(session, claimer, "poison", limit)
 
 
 def remaining_tokens() -> ColumnElement[int]:
@@ -78,8 +99,9 @@ def remaining_tokens() -> ColumnElement[int]:
 
 def lease_best(session: Session, claimer: Claimer, limit: int) -> list[LeasedUnit]:
     """Lease at most `limit` units, the best-ranked ones, in rank order."""
-    suspects = _lease_suspect(session, claimer)
-    return _lease_by_rank(session, claimer, limit) if suspects is None else suspects
+    has_suspects, clock = _has_suspects(session, claimer.model_digest)
+    leased = _lease_suspect(session, claimer) if has_suspects else None
+    return _lease_by_rank(session, claimer, limit, clock) if leased is None else leased
 
 
 def charge(session: Session, project_id: str, model_digest: str, tokens: int) -> None:
@@ -99,12 +121,12 @@ def charge(session: Session, project_id: str, model_digest: str, tokens: int) ->
         session.execute(update(Share).where(*mine).values(vtime=Share.vtime + added))
 
 
-def _is_ready(now_ms: int) -> Conditions:
+def _is_ready(now_ms: Moment) -> Conditions:
     # the last condition leaves out what is poison: the reaper writes its error line
     return (Unit.state == "ready", Unit.not_before_ms <= now_ms, Unit.crash_count < poison.CRASHES)
 
 
-def _may_run(now_ms: int, *, is_night: bool) -> Conditions:
+def _may_run(now_ms: Moment, *, is_night: bool) -> Conditions:
     """Conditions on a batch: it runs, nobody paused it, its tokens fit the quota, and it is its time of day."""
     conditions: Conditions = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota)
     if is_night:
@@ -117,23 +139,20 @@ def _may_run(now_ms: int, *, is_night: bool) -> Conditions:
 # ---- the order
 
 
-def _lease_by_rank(session: Session, claimer: Claimer, limit: int) -> list[LeasedUnit]:
+def _lease_by_rank(session: Session, claimer: Claimer, limit: int, clock_before: int | None) -> list[LeasedUnit]:
     candidates = _candidates(session, claimer)
     if not candidates:
         return []
+    before = clock_before or 0
+    if clock_before is None:
+        _add_share(session, claimer.model_digest, _CLOCK, 0)
     holdings = _holdings(session, claimer.model_digest)
     held = {holding.project_id: holding.tokens for holding in holdings}
-    row = session.get(Share, (claimer.model_digest, _CLOCK), populate_existing=True)
-    if row is None:
-        _add_share(session, claimer.model_digest, _CLOCK, 0)
-    before = row.vtime if row else 0
     active = [batch.vtime for batch in candidates] + [holding.vtime for holding in holdings]
     clock = claim_rank.clock_after(before, active)
     late = claim_rank.late(candidates, claimer.now_ms) if len(candidates) > 1 else []
     is_contested = len({batch.project_id for batch in candidates}) > 1
-    runs = claimable(claimer.now_ms, is_night=claimer.is_night)
     leased: list[LeasedUnit] = []
-    served: dict[str, Candidate] = {}
     gone: set[str] = set()
     while len(leased) < limit and len(gone) < len(candidates):
         ranked = claim_rank.by_rank(candidates, held, clock)
@@ -142,44 +161,19 @@ def _lease_by_rank(session: Session, claimer: Claimer, limit: int) -> list[Lease
         batch = next(batch for batch in ranked if batch.batch_id not in gone)
         # a unit that is taken changes the order, if there is more than one project
         most = 1 if is_contested or late else limit - len(leased)
-        which = (Unit.batch_id == batch.batch_id, Unit.is_suspect.is_(False), *runs)
-        got = _lease(session, claimer, which, (Unit.no,), most)
+        got = _lease(session, claimer, "ranked", most, p_batch=batch.batch_id)
         if len(got) < most:
             gone.add(batch.batch_id)
         leased += got
-        if got:
-            served[batch.project_id] = batch
-            if is_contested:
-                held[batch.project_id] = held.get(batch.project_id, 0) + _work_of(session, got)
-    _advance(session, claimer.model_digest, list(served.values()), before, clock)
+        held[batch.project_id] = held.get(batch.project_id, 0) + sum(unit.tokens for unit in got)
+    _advance(session, claimer.model_digest, candidates, before, clock)
     return leased
 
 
 def _candidates(session: Session, claimer: Claimer) -> list[Candidate]:
-    """Batches that have claimable units. Served by ix_units_ready, once a batch."""
-    ready = exists(
-        select(Unit.id).where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(claimer.now_ms))
-    )
-    rows = session.execute(
-        select(
-            Batch.id,
-            Batch.project_id,
-            Project.weight,
-            func.coalesce(Share.vtime, 0),
-            Batch.priority,
-            Batch.expires_ms,
-            Batch.created_ms,
-            Batch.latest_start_ms,
-        )
-        .join(Project, Project.id == Batch.project_id)
-        .outerjoin(Share, and_(Share.project_id == Batch.project_id, Share.model_digest == claimer.model_digest))
-        .where(
-            Batch.status.in_((Status.IN_PROGRESS, Status.FINALIZING)),
-            Batch.model_digest == claimer.model_digest,
-            *_may_run(claimer.now_ms, is_night=claimer.is_night),
-            ready,
-        )
-    )
+    """Batches that have claimable units."""
+    asked = {"p_now": claimer.now_ms, "p_digest": claimer.model_digest}
+    rows = session.connection().execute(_candidates_statement(claimer.is_night), asked)
     return [
         Candidate(
             batch_id=row[0],
@@ -195,20 +189,39 @@ def _candidates(session: Session, claimer: Claimer) -> list[Candidate]:
     ]
 
 
-def _holdings(session: Session, model_digest: str) -> list[Holding]:
-    """What the projects hold at this moment. Served by ix_units_lease."""
-    rows = session.execute(
-        select(Unit.project_id, func.coalesce(func.max(Share.vtime), 0), func.sum(remaining_tokens()))
-        .outerjoin(Share, and_(Share.project_id == Unit.project_id, Share.model_digest == Unit.model_digest))
-        .where(Unit.state == "leased", Unit.model_digest == model_digest)
-        .group_by(Unit.project_id)
+@cache
+def _candidates_statement(is_night: bool) -> Select[*tuple[Any, ...]]:
+    """Served by ix_units_ready, once a batch."""
+    ready = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(_NOW)))
+    columns = (Batch.priority, Batch.expires_ms, Batch.created_ms, Batch.latest_start_ms)
+    return (
+        select(Batch.id, Batch.project_id, Project.weight, func.coalesce(Share.vtime, 0), *columns)
+        .join(Project, Project.id == Batch.project_id)
+        .outerjoin(Share, and_(Share.project_id == Batch.project_id, Share.model_digest == _DIGEST))
+        .where(
+            Batch.status.in_((Status.IN_PROGRESS, Status.FINALIZING)),
+            Batch.model_digest == _DIGEST,
+            *_may_run(_NOW, is_night=is_night),
+            ready,
+        )
     )
+
+
+def _holdings(session: Session, model_digest: str) -> list[Holding]:
+    """What the projects hold at this moment."""
+    rows = session.connection().execute(_holdings_statement(), {"p_digest": model_digest})
     return [Holding(project_id=row[0], vtime=int(row[1]), tokens=int(row[2])) for row in rows]
 
 
-def _work_of(session: Session, leased: Sequence[LeasedUnit]) -> int:
-    total = session.scalar(select(func.sum(remaining_tokens())).where(Unit.id.in_([unit.id for unit in leased])))
-    return int(total or 0)
+@cache
+def _holdings_statement() -> Select[*tuple[Any, ...]]:
+    """Served by ix_units_lease."""
+    return (
+        select(Unit.project_id, func.coalesce(func.max(Share.vtime), 0), func.sum(remaining_tokens()))
+        .outerjoin(Share, and_(Share.project_id == Unit.project_id, Share.model_digest == Unit.model_digest))
+        .where(Unit.state == "leased", Unit.model_digest == _DIGEST)
+        .group_by(Unit.project_id)
+    )
 
 
 def _take_panic_credit(session: Session, model_digest: str) -> bool:
@@ -223,15 +236,18 @@ def _take_panic_credit(session: Session, model_digest: str) -> bool:
     return False
 
 
-def _advance(session: Session, model_digest: str, served: Sequence[Candidate], before: int, clock: int) -> None:
-    """Store what a claim has found out: who was idle is level with the clock, and the clock has moved on."""
+def _advance(session: Session, model_digest: str, candidates: Sequence[Candidate], before: int, clock: int) -> None:
+    """Store what a claim has found out: the clock has moved on, and who has come (back) is level with it for good."""
+    behind = sorted({batch.project_id for batch in candidates if batch.vtime < clock})
+    if clock <= before and not behind:
+        return
     raised = update(Share).where(Share.model_digest == model_digest, Share.vtime < clock).values(vtime=clock)
     raised = raised.returning(Share.vtime).execution_options(synchronize_session=False)
     if clock > before:
         session.execute(raised.where(Share.project_id == _CLOCK))
-    for batch in sorted(served, key=lambda batch: batch.project_id):
-        if batch.vtime < clock and not session.execute(raised.where(Share.project_id == batch.project_id)).all():
-            _add_share(session, model_digest, batch.project_id, clock)
+    for project_id in behind:
+        if not session.execute(raised.where(Share.project_id == project_id)).all():
+            _add_share(session, model_digest, project_id, clock)
 
 
 def _add_share(session: Session, model_digest: str, project_id: str, vtime: int) -> None:
@@ -243,12 +259,22 @@ def _add_share(session: Session, model_digest: str, project_id: str, vtime: int)
 # ---- the lock
 
 
-def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | None:
-    """Lease a suspect, or nothing because of one. None: no suspect concerns this claimer. Served by ix_units_suspect.
+def _has_suspects(session: Session, model_digest: str) -> tuple[bool, int | None]:
+    """Whether a model has suspects at all, and its clock."""
+    row = session.connection().execute(_look_statement(), {"p_digest": model_digest}).one()
+    return bool(row[0]), row[1]
 
-    The biggest has its turn first. A half that crashed is split, and its sibling, bigger than the quarters, comes
-    before them: so the innocent half is cleared, and the batch shows progress, between two crashes of a poison line.
-    """
+
+@cache
+def _look_statement() -> Select[*tuple[Any, ...]]:
+    """Served by ix_units_suspect."""
+    suspect = exists(select(Unit.id).where(Unit.model_digest == _DIGEST, Unit.is_suspect))
+    clock = select(Share.vtime).where(Share.model_digest == _DIGEST, Share.project_id == _CLOCK)
+    return select(suspect, clock.scalar_subquery())
+
+
+def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | None:
+    """Lease a suspect, or nothing because of one. None: no suspect concerns this claimer."""
     waiting = and_(*claimable(claimer.now_ms, is_night=claimer.is_night))
     suspects = session.execute(
         select(Unit.state, Unit.owner)
@@ -263,9 +289,7 @@ def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | Non
     held = select(Unit.id).where(Unit.state == "leased", Unit.owner == claimer.owner).limit(1)
     if session.scalar(held) is not None:
         return []
-    biggest_first = (Unit.num_done - Unit.num_lines, Unit.batch_id, Unit.no)
-    of_model = (Unit.model_digest == claimer.model_digest, Unit.is_suspect)
-    return _lease(session, claimer, (*of_model, waiting), biggest_first, 1)
+    return _lease(session, claimer, "suspect", 1, p_digest=claimer.model_digest)
 
 
 def _is_warden(session: Session, claimer: Claimer) -> bool:
@@ -275,28 +299,40 @@ def _is_warden(session: Session, claimer: Claimer) -> bool:
     return first in (None, claimer.owner)
 
 
-def _lease(
-    session: Session,
-    claimer: Claimer,
-    which: Conditions,
-    order: tuple[SQLColumnExpression[Any], ...],
-    limit: int,
-) -> list[LeasedUnit]:
-    """Lease the first of these units, given as conditions on unit and batch, that nobody else is about to take."""
+def _lease(session: Session, claimer: Claimer, kind: Kind, limit: int, **chosen: str) -> list[LeasedUnit]:
+    """Lease the first units of a kind that nobody else is about to take; `chosen` are further parameters."""
+    given = {"p_now": claimer.now_ms, "p_limit": limit, "p_owner": claimer.owner, "p_lease_ms": claimer.lease_ms}
+    rows = session.connection().execute(_lease_statement(kind, claimer.is_night), given | chosen).all()
+    return [
+        LeasedUnit(row.id, row.epoch, row.est_tokens * row.lacking // row.num_lines + row.lacking)
+        for row in sorted(rows, key=lambda row: row.no)
+    ]
+
+
+@cache
+def _lease_statement(kind: Kind, is_night: bool) -> ReturningUpdate[*tuple[Any, ...]]:
+    """Suspects the biggest first: a half that crashed is split, and its sibling, bigger than the quarters, comes before
+    them. So the innocent half is cleared, and the batch shows progress, between two crashes of a poison line.
+    """
+    is_claimable = claimable(_NOW, is_night=is_night)
+    ranked: Conditions = (Unit.batch_id == bindparam("p_batch"), Unit.is_suspect.is_(False), *is_claimable)
+    suspect: Conditions = (Unit.model_digest == _DIGEST, Unit.is_suspect, *is_claimable)
+    condemned = (Unit.is_suspect, Unit.state == "ready", Unit.crash_count >= poison.CRASHES, is_running(_NOW))
+    which = {"ranked": ranked, "suspect": suspect, "poison": condemned}[kind]
+    biggest_first = (Unit.num_done - Unit.num_lines, Unit.batch_id, Unit.no)
     picked = (
         select(Unit.id)
         .join(Batch, Batch.id == Unit.batch_id)
         .where(*which)
-        .order_by(*order)
-        .limit(limit)
+        .order_by(*(biggest_first if kind == "suspect" else (Unit.no,)))
+        .limit(bindparam("p_limit", type_=Integer))
         .with_for_update(skip_locked=True, of=Unit)
         .cte("picked")
     )
-    rows = session.execute(
+    lacking = (Unit.num_lines - Unit.num_done).label("lacking")
+    return (
         update(Unit)
         .where(Unit.id.in_(select(picked.c.id)))
-        .values(state="leased", epoch=Unit.epoch + 1, owner=claimer.owner, lease_ms=claimer.lease_ms)
-        .returning(Unit.id, Unit.epoch, Unit.no)
-        .execution_options(synchronize_session=False)
-    ).all()
-    return [LeasedUnit(row.id, row.epoch) for row in sorted(rows, key=lambda row: row.no)]
+        .values(state="leased", epoch=Unit.epoch + 1, owner=bindparam("p_owner"), lease_ms=bindparam("p_lease_ms"))
+        .returning(Unit.id, Unit.epoch, Unit.no, Unit.est_tokens, Unit.num_lines, lacking)
+    )

@@ -2,8 +2,9 @@
 
 Projects share a model by virtual time. A project's vtime is what it has had, in tokens over its weight; the project
 whose vtime, with what it holds at this moment on top, is lowest is served next. The model's clock is the lowest vtime
-of all active projects (those that have claimable work or hold some). It never goes back, and no project counts as
-lower than the clock: who was idle starts level with the others and gets no credit for the time it was away.
+of all active projects (those that have claimable work or hold some). It never goes back, and a project that is found
+behind it has just come, or come back: it is raised to the clock, once, so that it starts level with the others and
+gets no credit for the time it was away.
 
 Inside a project: the higher priority, then the nearest deadline, then the older batch; units in plan order.
 

@@ -14,12 +14,13 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, case, func, or_, select, update
+from sqlalchemy import Select, and_, bindparam, case, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.accounts import service as accounts
+from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_queries, poison_queries, progress_queries, retry
 from batchsvc.batches.claim_queries import Claimer, LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
@@ -116,38 +117,42 @@ def claim_poison(session: Session, owner: str, lease_s: float, limit: int) -> li
 def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit]:
     if not leased:
         return []
-    rows = session.execute(
-        select(Unit, Batch)
-        .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.id.in_([unit.id for unit in leased]))
-        .execution_options(populate_existing=True)
-    ).all()
-    found = {unit.id: (unit, batch) for unit, batch in rows}
-    salts = accounts.salts(session, {unit.project_id for unit, _ in rows})
-    claimed = []
-    for unit, batch in (found[lease.id] for lease in leased):
-        claimed.append(
-            ClaimedUnit(
-                id=unit.id,
-                epoch=unit.epoch,
-                batch_id=batch.id,
-                window_no=unit.window_no,
-                no=unit.no,
-                s3_key=unit.s3_key,
-                sha256=unit.sha256,
-                num_lines=unit.num_lines,
-                done_bitmap=unit.done_bitmap,
-                is_suspect=unit.is_suspect,
-                attempts={int(bit): failed for bit, failed in (unit.attempts or {}).items()},
-                salt=salts[unit.project_id],
-                model_id=batch.model_id or "",
-                created_s=batch.created_ms // 1000,
-                rates=batch.rates or {},
-                resume_key=unit.resume_key,
-                resume_sha256=unit.resume_sha256,
-            )
+    rows = session.connection().execute(_claimed_statement(), {"p_ids": [unit.id for unit in leased]})
+    found = {row.id: row for row in rows}
+    return [
+        ClaimedUnit(
+            id=row.id,
+            epoch=row.epoch,
+            batch_id=row.batch_id,
+            window_no=row.window_no,
+            no=row.no,
+            s3_key=row.s3_key,
+            sha256=row.sha256,
+            num_lines=row.num_lines,
+            done_bitmap=row.done_bitmap,
+            is_suspect=row.is_suspect,
+            attempts={int(bit): failed for bit, failed in (row.attempts or {}).items()},
+            salt=row.salt,
+            model_id=row.model_id or "",
+            created_s=row.created_ms // 1000,
+            rates=row.rates or {},
+            resume_key=row.resume_key,
+            resume_sha256=row.resume_sha256,
         )
-    return claimed
+        for row in (found[unit.id] for unit in leased)
+    ]
+
+
+@cache
+def _claimed_statement() -> Select[*tuple[Any, ...]]:
+    unit = (Unit.id, Unit.epoch, Unit.batch_id, Unit.window_no, Unit.no, Unit.s3_key, Unit.sha256, Unit.num_lines)
+    state = (Unit.done_bitmap, Unit.is_suspect, Unit.attempts, Unit.resume_key, Unit.resume_sha256)
+    return (
+        select(*unit, *state, Batch.model_id, Batch.created_ms, Batch.rates, Project.salt)
+        .join(Batch, Batch.id == Unit.batch_id)
+        .join(Project, Project.id == Unit.project_id)
+        .where(Unit.id.in_(bindparam("p_ids", expanding=True)))
+    )
 
 
 def renew(session: Session, owner: str, lease_s: float, unit_ids: Collection[str]) -> list[RenewedUnit]:

@@ -1,14 +1,15 @@
-"""What /metrics shows, in Prometheus' text format: gauges that are read from SQL at each scrape."""
+"""What /metrics shows, in Prometheus' text format: read from SQL at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchsvc.batches import queries, scaling
+from batchsvc.batches import finalize_queries, queries, scaling_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
@@ -28,10 +29,11 @@ class SqlGauges(Collector):
         """Nothing, so that registering reads no database."""
         return []
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
-            demands = scaling.demands(session, self._night, self._renew_s)
+            damaged = finalize_queries.damaged_parts(session)
+            demands = scaling_queries.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
             batches.add_metric([status], statuses.get(status, 0))
@@ -48,6 +50,9 @@ class SqlGauges(Collector):
             backlog.add_metric(labels, demand.backlog_seconds)
             live.add_metric(labels, demand.workers)
         yield from (batches, units, backlog, live)
+        yield CounterMetricFamily(
+            "batchsvc_parts_damaged", "Results found missing or damaged, whose lines were run again.", value=damaged
+        )
 
 
 class Metrics:

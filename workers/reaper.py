@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints, logs
@@ -36,7 +36,7 @@ from batchsvc.batches import (
     lifecycle,
     plan_queries,
     queries,
-    quota,
+    quota_queries,
     reaper_queries,
     repair_queries,
     unit_queries,
@@ -88,6 +88,7 @@ class Reaper:
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
         self._audit_period_s = settings.garbage_grace_s / 4
         self._next_audit_s = monotonic_s() + self._audit_period_s
+        self._unsure_until_s = 0.0
         self._stopped = threading.Event()
         self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
         self._thread = WorkThread("reaper", self._run, self._crashed)
@@ -151,7 +152,16 @@ class Reaper:
             self._thread.start()
 
     def _leases(self) -> None:
-        freed = self._db.run(unit_queries.free_expired)
+        """When the database was away it was so for the workers too: they get a lease's time to say that they live."""
+        try:
+            if monotonic_s() < self._unsure_until_s:
+                with self._db.reading() as session:
+                    database_now_ms(session)
+                return
+            freed = self._db.run(unit_queries.free_expired)
+        except OperationalError:
+            self._unsure_until_s = monotonic_s() + self._settings.lease_s
+            raise
         if freed:
             log.warning("unit.freed", units=freed)
 
@@ -201,10 +211,10 @@ class Reaper:
 
     def _quotas(self) -> None:
         with self._db.reading() as session:
-            projects = quota.projects_waiting(session)
+            projects = quota_queries.projects_waiting(session)
         for project_id in projects:
             most = self._settings.quota_tokens
-            for batch_id in self._db.run(partial(quota.admit, project_id=project_id, default_tokens=most)):
+            for batch_id in self._db.run(partial(quota_queries.admit, project_id=project_id, default_tokens=most)):
                 log.info("batch.admitted", batch=batch_id)
 
     def _tickets(self) -> None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep, CallerDep
-from batchsvc.batches import models, queries, scaling
+from batchsvc.batches import models, queries, scaling_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateAlias, RegisterModel, demand_object, model_object
 from batchsvc.batches.tables import Model
@@ -43,7 +43,7 @@ def show_demand(
     """What the workers of a model could do now, for an autoscaler; without `model`, of each model."""
     settings = context.settings
     with context.db.reading() as session:
-        demands = scaling.demands(session, Night.from_settings(settings), settings.renew_s)
+        demands = scaling_queries.demands(session, Night.from_settings(settings), settings.renew_s)
         if model is None:
             return {"object": "list", "data": [demand_object(demand) for demand in demands]}
         row = models.resolve(session, model)

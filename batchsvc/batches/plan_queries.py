@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import garbage_queries, lifecycle, models, queries, quota
+from batchsvc.batches import garbage_queries, lifecycle, models, queries, quota_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -268,7 +268,7 @@ def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None 
             func.coalesce(func.sum(Unit.sure_tokens), 0),
         ).where(Unit.batch_id == batch_id)
     ).one()
-    refused = quota.take(session, batch, int(est_tokens), quota_tokens)
+    refused = quota_queries.take(session, batch, int(est_tokens), quota_tokens)
     if refused is not None:
         return fail(session, batch_id, epoch, refused, [], num_problems=0, max_problems=1)
     values = {

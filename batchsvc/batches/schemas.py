@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.outlook import Outlook
-from batchsvc.batches.scaling import Demand
+from batchsvc.batches.scaling_queries import Demand
 from batchsvc.batches.tables import Batch, Model
 
 

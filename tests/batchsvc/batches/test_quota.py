@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import plan_queries, quota, service, unit_queries
+from batchsvc.batches import plan_queries, quota_queries, service, unit_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.quota import Waiting, admitted
 from batchsvc.batches.tables import Batch
@@ -126,9 +126,9 @@ class Office:
 
     def admit(self, default: int | None = None) -> list[str]:
         with self.db.reading() as session:
-            projects = quota.projects_waiting(session)
+            projects = quota_queries.projects_waiting(session)
         assert projects in ([], [self.project_id])
-        return [each for p in projects for each in self.db.run(lambda s, p=p: quota.admit(s, p, default))]
+        return [each for p in projects for each in self.db.run(lambda s, p=p: quota_queries.admit(s, p, default))]
 
     def claimable(self) -> int:
         with self.db.reading() as session:

@@ -30,7 +30,7 @@ from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
 
-STOP_GRACE_MS = 10_000  # how long a cancelled or expired batch waits for its workers to let go
+STOP_GRACE_MS = 7_000  # how long a stopped batch waits for its workers: within 10 s from its stop it has ended
 RERUN_MS = 3_600_000  # what the lines of damaged parts may take at least
 
 

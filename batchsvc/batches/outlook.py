@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.batches import estimate, progress, progress_queries
 from batchsvc.batches.estimate import AnyTime, Habits, Hands, Interval, Neighbour, WorkClock
+from batchsvc.batches.finalize_queries import STOP_GRACE_MS
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.offpeak import Night, NightClock
 from batchsvc.batches.progress_queries import Companion
@@ -28,7 +29,6 @@ _PHASES = {
     Status.FINALIZING: "merging",
     **dict.fromkeys(TERMINAL, "ended"),
 }
-_STOP_MS = 10_000  # how long a cancelled or expired batch waits for its workers to let go
 _ROW_BYTES, _TOKEN_BYTES = 700, 5  # of the results: what stands around an answer, and a token of it
 
 
@@ -97,7 +97,7 @@ def _running(
     if row.is_paused:  # until somebody resumes it, and nobody knows when
         return None, is_at_risk
     merging = _merging(row, habits)
-    stopping = _STOP_MS if lines.high_ms > row.expires_ms else 0
+    stopping = STOP_GRACE_MS if lines.high_ms > row.expires_ms else 0
     return lines.until(max(row.expires_ms, now)).later(merging.low_ms, merging.high_ms + stopping), is_at_risk
 
 
@@ -105,7 +105,7 @@ def _ending(row: Batch, now: int, habits: Habits) -> Interval | None:
     """When the results of a batch can be read that claims nothing more."""
     merging = _merging(row, habits)
     if row.status == Status.CANCELLING:
-        stopped = max(now, (row.cancelling_ms or now) + _STOP_MS)
+        stopped = max(now, (row.cancelling_ms or now) + STOP_GRACE_MS)
         return Interval(now, stopped).later(*merging)
     is_run_again = row.why == Status.COMPLETED and row.completed + row.failed < row.total  # lines of damaged parts
     if row.status == Status.FINALIZING and not is_run_again:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster, Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600)]
 RUNS, NEEDED = 20, 16
 MARKS = (0.25, 0.5, 0.75)
 ENDED = ("completed", "failed", "expired", "cancelled")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from sqlalchemy.orm import Session
 
 from batchsvc.billing import ledger, pricing, queries
-from batchsvc.clock import now_ms
+from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
 from batchsvc.money import Rates
 
@@ -59,7 +59,7 @@ def seed_prices(session: Session) -> None:
 
 def publish_book(session: Session, book: pricing.PriceBook) -> None:
     """Adds a version of the price book, in force from now on."""
-    now = now_ms()
+    now = database_now_ms(session)
     queries.insert_prices(
         session,
         [
@@ -79,7 +79,7 @@ def publish_book(session: Session, book: pricing.PriceBook) -> None:
 
 def current_version(session: Session) -> int:
     """Version of the price book in force. Raises InvalidRequestError when there is none."""
-    version = queries.newest_version(session, now_ms())
+    version = queries.newest_version(session, database_now_ms(session))
     if version is None:
         raise InvalidRequestError(
             "There is no price book: nothing can run until prices are set.", code="model_not_priced"
@@ -108,7 +108,8 @@ def rates_for(session: Session, model_id: str, tier: str, version: int) -> Rates
 def post_reserve(session: Session, batch: BilledBatch) -> bool:
     """Reserves `batch.reserved_nanos`. False when it was reserved before."""
     posting = ledger.reserve(batch.project_id, batch.id, batch.reserved_nanos)
-    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now_ms())
+    now = database_now_ms(session)
+    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now)
 
 
 def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
@@ -123,7 +124,7 @@ def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
 def post_void(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
     """Takes a damaged part's usage and posting back by rows of their own. False when that was done before."""
     posting = ledger.void(batch.project_id, batch.id, part.id, part.cost_nanos)
-    now = now_ms()
+    now = database_now_ms(session)
     if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now):
         return False
     queries.insert_usage(session, _usage(batch, part, key=posting.key, sign=-1, created_ms=now))
@@ -134,7 +135,8 @@ def post_release(session: Session, batch: BilledBatch) -> bool:
     """Gives what the batch still holds back to the project. False when this attempt released before."""
     held = queries.held_nanos(session, batch.project_id, batch.id)
     posting = ledger.release(batch.project_id, batch.id, batch.fin_epoch, held)
-    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now_ms())
+    now = database_now_ms(session)
+    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now)
 
 
 def _usage(batch: BilledBatch, part: BilledPart, *, key: str, sign: int, created_ms: int) -> dict[str, Any]:

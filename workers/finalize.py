@@ -91,17 +91,18 @@ class Finalizer:
         failpoints.reach("batch.sealed")
         log.info("batch.finalizing", batch=batch_id, epoch=lease.epoch, why=lease.why)
         attempt = _Attempt(self._settings, self._db, self._store, lease, self._spool_directory, self._is_stopping)
+        why_not = "overtaken"
         try:
             published = attempt.run()
         except (LeaseLostError, _StoppedError, UploadLostError) as error:
-            log.info("batch.not_finalized", batch=batch_id, epoch=lease.epoch, error=type(error).__name__)
-            published = False
+            published, why_not = False, type(error).__name__
         finally:
             attempt.close()
         if published:
             failpoints.reach("batch.published")
             log.info("batch.ended", batch=batch_id, status=lease.why)
         else:
+            log.info("batch.not_finalized", batch=batch_id, epoch=lease.epoch, error=why_not)
             attempt.discard()
         return published
 

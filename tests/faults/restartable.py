@@ -20,7 +20,7 @@ _READY_S = 120.0
 
 
 class RestartableS3:
-    """A SeaweedFS. `limit_bytes`: no file of it may grow beyond, as on a full disk."""
+    """A SeaweedFS."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

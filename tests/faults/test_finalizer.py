@@ -43,7 +43,7 @@ def test_row_57_a_finalizer_that_comes_back_finds_it_done(cluster: Cluster, judg
     assert (ended.fin_epoch > epoch) == (point != "batch.published")
     first.resume()
     if point != "batch.published":
-        cluster.until(lambda: "batch.overtaken" in first.text(), "the first notices")
+        cluster.until(lambda: "batch.not_finalized" in first.text(), "the first notices")
     after = cluster.batch(job)
     assert (after.output_file_id, after.error_file_id) == (ended.output_file_id, ended.error_file_id)
     assert after.ended_ms == ended.ended_ms

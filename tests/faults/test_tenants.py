@@ -59,13 +59,18 @@ def test_row_66_a_flood_makes_nobody_wait_beyond_his_share(cluster: Cluster, jud
 
 
 def test_row_66_the_panic_lane_has_a_cap(cluster: Cluster) -> None:
-    """All of A is late; B is not, and still gets what the lane may not take, 70 % of the claims while it has work."""
+    """All of A is late; B is not, and still gets what the lane may not take, 70 % of the claims while it has work.
+
+    B's weight is so high that A would get next to nothing otherwise: what A gets comes by the lane.
+    """
     cluster.start("control", BATCHSVC_REAPER_S=0.2)
     late = cluster.submit(3_000)
     cluster.wait(late, "in_progress")
     cluster.change_batch(late, expires_ms=now_ms() + 100_000, created_ms=now_ms() - 100_000_000)
     cluster.until(lambda: (cluster.batch(late).latest_start_ms or now_ms() + 1) <= now_ms(), "it is late")
-    _, key = cluster.add_project("patient")
+    project, key = cluster.add_project("patient")
+    with cluster.db.transaction() as session:
+        accounts.change_project(session, project, {"weight": 1_000})
     patient = submit_for(cluster, key, 400)
     cluster.wait(patient, "in_progress")
     cluster.start("engine")

@@ -13,7 +13,8 @@ Each step is a short transaction that is right to repeat and right to run in sev
     tickets     a model's queue is as long as it has claimable units
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
-If Redis doesn't answer, planning and finalizing are done here, one after the other: slower, but done.
+If Redis doesn't answer, or takes no messages, planning and finalizing are done here, one after the other: slower, but
+done.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import socket
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -57,6 +59,7 @@ from workers.thread import WorkThread
 _TICKETS_AT_ONCE = 1_000
 _DELETE_AT_ONCE = 500
 _POISON_AT_ONCE = 8
+_HINTS_IN_VAIN = 6  # messages about a batch that changed nothing: then they get lost, and it is done here
 _LEAST_WAIT_S = 0.05
 _AUDIT_LEAST_S = 3_600.0
 _DEAD_LEASES = 10  # leases of silence after which a worker's row is forgotten
@@ -89,6 +92,8 @@ class Reaper:
         self._audit_period_s = settings.garbage_grace_s / 4
         self._next_audit_s = monotonic_s() + self._audit_period_s
         self._unsure_until_s = 0.0
+        self._plan_hints: Counter[str] = Counter()
+        self._finalize_hints: Counter[str] = Counter()
         self._stopped = threading.Event()
         self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
         self._thread = WorkThread("reaper", self._run, self._crashed)
@@ -188,14 +193,18 @@ class Reaper:
     def _plans(self) -> None:
         with self._db.reading() as session:
             due = reaper_queries.plans_due(session) + repair_queries.due(session)
-        self._hint(due, self._dispatcher.plan, self._plan)
+        self._hint(due, self._dispatcher.plan, self._plan, self._plan_hints)
 
     def _finalizers(self) -> None:
         with self._db.reading() as session:
             due = finalize_queries.due(session)
-        self._hint(due, self._dispatcher.finalize, self._finalize)
+        self._hint(due, self._dispatcher.finalize, self._finalize, self._finalize_hints)
 
-    def _hint(self, batch_ids: list[str], send: Callable[[str], None], do: Callable[[str], object]) -> None:
+    def _hint(
+        self, batch_ids: list[str], send: Callable[[str], None], do: Callable[[str], object], hints: Counter[str]
+    ) -> None:
+        for batch_id in hints.keys() - set(batch_ids):
+            del hints[batch_id]
         if not batch_ids:
             return
         waiting = self._dispatcher.waiting(CONTROL_QUEUE)
@@ -204,10 +213,11 @@ class Reaper:
         for batch_id in batch_ids:
             if self._stopped.is_set():
                 return
-            if waiting is None:
+            if waiting is None or hints[batch_id] >= _HINTS_IN_VAIN:
                 do(batch_id)
             else:
                 send(batch_id)
+                hints[batch_id] += 1
 
     def _quotas(self) -> None:
         with self._db.reading() as session:

@@ -93,7 +93,7 @@ def test_row_60_cancelled_at_the_last_commit(cluster: Cluster, judge: Judge, del
 
 
 def test_row_61_nobody_hears_of_the_cancel(cluster: Cluster, judge: Judge) -> None:
-    """No message arrives at all: the worker learns it from its heartbeat, the reaper does the rest."""
+    """No message of anybody arrives: the worker learns it from its heartbeat, the reaper does the rest."""
     cluster.serve(TEST_HINTS=0)
     cluster.start("control", TEST_HINTS=0)
     cluster.start("engine", TEST_HINTS=0, BATCHSVC_FAKE_TOKENS_PER_S=100)

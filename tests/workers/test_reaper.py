@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
 
 from batchsvc.batches import garbage_queries, service, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Unit, Window, Worker
+from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.files import service as files
 from tests.workers.conftest import DIGEST, World
 from workers.reaper import Reaper
@@ -51,6 +54,30 @@ def test_leases_that_are_over_are_freed_with_a_mark(world: World) -> None:
     assert [(unit.state, unit.crash_count) for unit in world.units(batch_id)] == [("ready", 1), ("leased", 0)]
 
 
+def test_an_outage_of_the_database_is_no_crash_of_the_workers(
+    sqlite_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever couldn't renew gets a lease's time to do it, from the moment on at which the database is back."""
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=2, unit_lines=2)
+    world.db.run(lambda session: unit_queries.claim(session, DIGEST, "w", 0.01, 1))
+    here, real = reaper(world, Line()), unit_queries.free_expired
+    here._settings = world.settings.model_copy(update={"lease_s": 600.0})
+
+    def away(_session: object) -> int:
+        raise OperationalError("UPDATE", {}, Exception("the server closed the connection"))
+
+    monkeypatch.setattr(unit_queries, "free_expired", away)
+    time.sleep(0.05)
+    here.tick()
+    monkeypatch.setattr(unit_queries, "free_expired", real)
+    here.tick()
+    assert world.units(batch_id)[0].state == "leased", "its owner may be about to renew it"
+    here._unsure_until_s = monotonic_s()
+    here.tick()
+    assert (world.units(batch_id)[0].state, world.units(batch_id)[0].crash_count) == ("ready", 1)
+
+
 def test_the_queue_is_filled_up_to_the_claimable_units(world: World) -> None:
     world.add_batch(num_lines=10, unit_lines=2)
     line = Line(length=2)
@@ -80,6 +107,25 @@ def test_tasks_that_were_lost_are_sent_again_or_done_here(world: World) -> None:
     did: list[str] = []
     reaper(world, Line(length=None), did.append).tick()
     assert did == [planned, done], "without Redis it does the work itself"
+
+
+def test_what_no_message_starts_is_done_here(world: World) -> None:
+    """Redis answers, but takes no message, or nobody reads them."""
+    planned = world.add_batch(num_lines=2, unit_lines=2)
+    world.set_units(planned, state="pending")
+    world.set_batch(planned, status=Status.VALIDATING)
+    line, did = Line(length=0), list[str]()
+    patient = reaper(world, line, did.append)
+    for _ in range(6):
+        patient.tick()
+    assert (len(line.sent), did) == (6, [])
+    patient.tick()
+    assert (len(line.sent), did) == (6, [planned])
+    world.set_batch(planned, plan_lease_ms=now_ms() + 60_000)
+    patient.tick()
+    world.set_batch(planned, plan_lease_ms=0)
+    patient.tick()
+    assert (len(line.sent), did) == (7, [planned]), "somebody had begun: messages arrive again"
 
 
 def test_a_batch_whose_time_is_over_before_it_was_planned_expires_empty(world: World) -> None:

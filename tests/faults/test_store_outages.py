@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from batchsvc.batches.tables import Segment, Worker
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import database_now_ms
 from batchsvc.store import keys
-from tests.dispatchers import NullDispatcher
 from tests.faults import judge as judging
 from tests.faults.cluster import Cluster, Job
 from tests.faults.judge import Verdict
@@ -21,7 +21,7 @@ from tests.faults.proxy import Link
 from tests.faults.restartable import own_s3
 from tests.faults.targets import s3_proxied
 from tests.faults.test_store_answers import BIG, FAST_ENGINE, assert_one_published_set
-from workers.reaper import Reaper
+from workers.garbage import Collector
 
 Judge = Callable[..., Verdict]
 pytestmark = pytest.mark.faults
@@ -38,11 +38,16 @@ def silence_s(cluster: Cluster) -> float:
         return (database_now_ms(session) - int(oldest or 0)) / 1000
 
 
+def usual_audit(cluster: Cluster) -> int:
+    """Sweep the store; returns how many objects were deleted."""
+    return Collector(cluster.settings, cluster.db, cluster.store).audit()
+
+
 def audit_without_grace(cluster: Cluster) -> int:
-    """Sweep the store as if every object were old; returns how many were deleted."""
+    """The same as if every object were old; the store tells the time of a write in whole seconds."""
+    time.sleep(1.1)
     at_once = cluster.settings.model_copy(update={"garbage_grace_s": 0.0})
-    reaper = Reaper(at_once, cluster.db, cluster.store, NullDispatcher(), plan=lambda _: None, finalize=lambda _: None)
-    return reaper.audit()
+    return Collector(at_once, cluster.db, cluster.store).audit()
 
 
 def test_row_39_a_store_that_is_down_stops_the_claims_and_costs_nothing(cluster: Cluster, judge: Judge) -> None:
@@ -139,16 +144,19 @@ def test_row_43_a_damaged_part_is_run_again_and_paid_once(cluster: Cluster, judg
 
 @pytest.mark.quick_faults
 def test_row_45_the_sweep_spares_what_is_about_to_count(cluster: Cluster, judge: Judge, tmp_path: Path) -> None:
-    """Objects of running batches need no grace. An upload does: its row comes after its object, as grace 0 shows."""
+    """The row comes after the object, and the grace is for the time in between. Grace 0 shows it: the lines of a part
+    have to run again, and an upload is lost."""
     go_on = tmp_path / "go-on"
     cluster.start("control")
     job = cluster.submit(60)
     cluster.start("engine", failpoints=f"part.stored=wait:{go_on}@1", BATCHSVC_LEASE_S=60)
     cluster.until(lambda: cluster.passed("part.stored"), "a part is stored and doesn't count")
-    audit_without_grace(cluster)
+    assert usual_audit(cluster) == 0, "the usual grace outlasts any lease"
+    assert audit_without_grace(cluster) == 1, "without it, the part is gone before it counts"
     go_on.touch()
     cluster.wait(job, "completed")
-    assert len(judge(job).output) == 60
+    assert len(judge(job, counts_may_fall=True).output) == 60
+    assert sum(part.is_void for part in cluster.parts(job)) == 1, "the finalizer has noticed"
 
     slow = cluster.serve(failpoints="file.stored=stop")
     uploads = f"{keys.INPUTS}{cluster.project_id}/"
@@ -157,10 +165,7 @@ def test_row_45_the_sweep_spares_what_is_about_to_count(cluster: Cluster, judge:
     uploaded: list[str] = []
     thread.start()
     cluster.until(lambda: cluster.passed("file.stored"), "an upload is stored, its row isn't written")
-    kept = Reaper(
-        cluster.settings, cluster.db, cluster.store, NullDispatcher(), plan=lambda _: None, finalize=lambda _: None
-    )
-    assert kept.audit() == 0, "the usual grace outlasts any upload"
+    assert usual_audit(cluster) == 0, "the usual grace outlasts any upload"
     (unwritten,) = {key for key, _ in cluster.store.list_keys(uploads)} - known
     assert audit_without_grace(cluster) >= 1
     assert unwritten not in {key for key, _ in cluster.store.list_keys(uploads)}, "without it, the file is lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from batchsvc.batches import finalize_queries, resume_queries, service, unit_queries
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.resume_queries import SavedSequences
 from batchsvc.batches.tables import Batch, Unit
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
@@ -205,3 +207,28 @@ def test_a_batch_from_before_predictions_counts_lines(world: World) -> None:
     unit = claim(world)
     commit(world, unit, 0b1111, output_tokens=400, part="a")
     assert 0.2 < (share(world, batch_id) or 0) < 0.4
+
+
+def test_the_day_is_left_out_of_rates_and_of_the_time_to_come(world: World) -> None:
+    """300 of 1,200 tokens in the last five minutes of a night: the rest takes 15 minutes, from tonight's begin on."""
+    batch_id, now = planned(world), datetime.now(UTC)
+    begin, end = (now + timedelta(hours=hours) for hours in (3, -3))
+    night = Night(begin=begin.time(), end=end.time())
+    closed_ms, opens_ms = round(end.timestamp() * 1000), round(begin.timestamp() * 1000)
+    samples = [[closed_ms - 1000 * (300 - seconds), seconds] for seconds in range(0, 301, 20)]
+    world.set_batch(
+        batch_id,
+        is_offpeak=True,
+        progress_samples=samples,
+        progress_ppm=1,
+        est_done_tokens=300,
+        output_tokens=300,
+        sure_tokens=1_200,
+        expires_ms=opens_ms + 86_400_000,
+    )
+    with world.db.reading() as session:
+        row = session.get_one(Batch, batch_id)
+        (says,) = service.show(session, [row], renew_s=10, night=night, habits=HABITS)
+    told, opens_s = says["estimated_completion_at"], opens_ms / 1000
+    assert says["at_risk"] is False
+    assert opens_s + 600 <= told["low"] <= opens_s + 900 <= told["high"] <= opens_s + 1_800

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import boto3
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from batchsvc.settings import Settings
 from tests import servers
+
+# a slow machine is no defect: examples have no deadline, the test has
+hypothesis_settings.register_profile("batchsvc", deadline=None)
+hypothesis_settings.load_profile("batchsvc")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,9 @@ A block is in exactly one state:
     idle        in the prefix index, no reference  share() revives it, allocate() may evict it
 
 Idle blocks are evicted by what is known about the future, never by age: first those that nobody is known to need,
-then the one needed furthest ahead; of equals the deepest in its prefix, so that the common beginnings stay longest.
+then the one needed furthest ahead; of equals those that were never shared, of these the deepest in its prefix, so that
+the common beginnings stay longest. What nobody needs and nobody ever shared is evicted even before a block is taken
+that was never used, so that memory grows with what is needed, not with what was ever computed.
 `next_use(block)` says how far ahead a block is needed, `math.inf` for never. It is asked when a block becomes idle and
 again before it is evicted, so an answer may move nearer at any time; one that moved away is noticed at the latest when
 the heap is rebuilt, as `reorder()` does.
@@ -57,8 +59,10 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._depths: dict[int, int] = {}  # of cached and idle blocks
+        self._was_shared: set[int] = set()  # of these, those that had two references, or were revived
         self._idle: dict[int, int] = {}  # block → stamp of its valid heap entry
-        self._heap: list[tuple[float, int, int, int]] = []  # (−next use, −depth, stamp, block)
+        self._heap: list[tuple[float, bool, int, int, int]] = []  # (−next use, was shared, −depth, stamp, block)
+        self._num_touched = 0  # blocks from here on were never taken; they lie at the bottom of the free ones
         self._stamp = 0
         self._freed: dict[int, None] = {}
 
@@ -83,9 +87,12 @@ class BlockPool:
         """Takes `count` blocks, each with one reference. Evicts idle blocks where too few are free."""
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks asked for, {self.num_available} available")
+        while len(self._free) - (self.num_blocks - self._num_touched) < count and self._evict(only_disposable=True):
+            pass
         while len(self._free) < count:
             self._evict()
         taken = [self._free.pop() for _ in range(count)]
+        self._num_touched = max([self._num_touched, *(block + 1 for block in taken)])
         for block in taken:
             self._references[block] = 1
         return taken
@@ -98,6 +105,7 @@ class BlockPool:
                 del self._idle[block]  # a free block has no content to share: KeyError
             elif references == 1:
                 self.num_shared += 1
+            self._was_shared.add(block)
             self._references[block] = references + 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -145,10 +153,11 @@ class BlockPool:
         assert not set(self._free) & (self._depths.keys() | owned.keys()), "a free block is cached or owned"
         shared = sum(1 for references in self._references if references > 1)
         assert self.num_shared == shared, f"{self.num_shared} shared blocks counted, {shared} found"
-        valid = {entry[3] for entry in self._heap if self._idle.get(entry[3]) == entry[2]}
+        valid = {entry[4] for entry in self._heap if self._idle.get(entry[4]) == entry[3]}
         assert valid == self._idle.keys(), "an idle block can't be evicted"
 
     def _make_free(self, block: int) -> None:
+        self._was_shared.discard(block)
         self._free.append(block)
         self._freed[block] = None
 
@@ -160,20 +169,25 @@ class BlockPool:
         else:
             heapq.heappush(self._heap, self._entry(block, self._stamp))
 
-    def _entry(self, block: int, stamp: int) -> tuple[float, int, int, int]:
-        return (-self._next_use(block), -self._depths[block], stamp, block)
+    def _entry(self, block: int, stamp: int) -> tuple[float, bool, int, int, int]:
+        return (-self._next_use(block), block in self._was_shared, -self._depths[block], stamp, block)
 
-    def _evict(self) -> None:
-        """Frees the idle block needed last, with all that hangs on it."""
-        while True:
-            recorded, _, stamp, block = heapq.heappop(self._heap)
+    def _evict(self, *, only_disposable: bool = False) -> bool:
+        """Frees the idle block needed last, with all that hangs on it. False: none is left that may go."""
+        while self._heap:
+            recorded, was_shared, _, stamp, block = self._heap[0]
             if self._idle.get(block) != stamp:
+                heapq.heappop(self._heap)
                 continue
             entry = self._entry(block, stamp)
             if entry[0] > recorded:  # needed sooner than it was when it turned idle
-                heapq.heappush(self._heap, entry)
+                heapq.heapreplace(self._heap, entry)
                 continue
+            if only_disposable and (recorded > -math.inf or was_shared):
+                return False
+            heapq.heappop(self._heap)
             for lost in self._on_evict(block):
                 del self._idle[lost], self._depths[lost]
                 self._make_free(lost)
-            return
+            return True
+        return False

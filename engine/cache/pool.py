@@ -13,6 +13,7 @@ A pool takes in only bytes whose layout id equals its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -114,4 +115,7 @@ class KVPool:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages the system hands out at first write; torch.zeros would write, and so occupy, all of them."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # scattered blocks: translating addresses costs as much as reading
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -155,7 +155,6 @@ class CpuKernels:
             _pointer(plan.spans),
             _pointer(plan.level_ends),
             len(plan.level_ends),
-            rows,
             _pointer(plan.state),
             _pointer(out),
         )

@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr int REST = 32;  // of a row's state beside the output
+constexpr int REST = 32;      // of a row's state beside the output
+constexpr int END = 1 << 30;  // last chunk of a span that goes as far as its rows do
 
 struct Shape { int heads, kv_heads, dim; int64_t block_stride; };  // block_stride in bf16 elements, K and V alike
 struct Span { int first, last, from, to, table; };                 // rows [first, last) over chunks [from, to)
@@ -23,18 +24,36 @@ struct Step {
   Shape s;
   const uint16_t *q, *k, *v;
   const int32_t *lengths, *tables;
-  float* state;
+  float *state, *out;
 };
 
-inline void take(Tile& t, const Step& x, const int* row, const int* head) {
+// A row's walk begins at chunk 0: nothing is there yet.
+inline void start(Tile& t, int dim, int r) {
+  std::memset(t.mixed + r * dim, 0, dim * 4);
+  std::memset(t.total[r], 0, sizeof t.total[r]);
+  t.top[r] = -std::numeric_limits<float>::infinity();
+}
+
+inline void take(Tile& t, const Step& x, const int* row, const int* head, bool is_first) {
   const int dim = x.s.dim;
   for (int r = 0; r < t.n; r++) {
     const int64_t at = (int64_t)row[r] * x.s.heads + head[r];
     const float* st = x.state + at * (dim + REST);
     std::memcpy(t.q + r * dim, x.q + at * dim, dim * 2);
+    if (is_first) { start(t, dim, r); continue; }
     std::memcpy(t.mixed + r * dim, st, dim * 4);
     std::memcpy(t.total[r], st + dim, 64);
     t.top[r] = st[dim + 16];
+  }
+}
+
+// The walk is over: the output is the mix over the sum of weights.
+inline void finish(const Tile& t, const Step& x, const int* row, const int* head) {
+  const int dim = x.s.dim;
+  for (int r = 0; r < t.n; r++) {
+    const f32x16 scale = splat(1.f / sum(load(t.total[r])));
+    float* out = x.out + ((int64_t)row[r] * x.s.heads + head[r]) * dim;
+    for (int d = 0; d < dim; d += 16) store(out + d, load(t.mixed + r * dim + d) * scale);
   }
 }
 
@@ -62,7 +81,7 @@ template <class Dots> void attend_span(const Step& x, const Span& span, int kv_h
       most = std::max(most, length[r]);
     }
     dots.begin(t.n);
-    take(t, x, row, head);
+    take(t, x, row, head, span.from == 0);
     for (int c = span.from; c < span.to && c * CHUNK < most; c++) {
       const int widest = std::min(CHUNK, most - c * CHUNK), left = c + 1 < span.to ? most - (c + 1) * CHUNK : 0;
       int seen[MAX_ROWS];
@@ -74,7 +93,7 @@ template <class Dots> void attend_span(const Step& x, const Span& span, int kv_h
       weigh(t, dim, seen);
       dots.mix(t, dim, keys, widest);
     }
-    give(t, x, row, head);
+    if (span.to == END) finish(t, x, row, head); else give(t, x, row, head);
   }
 }
 
@@ -96,32 +115,21 @@ template <class Dots> void attend_levels(const Step& x, const int32_t* spans, co
 }  // namespace
 
 // Spans are runs of rows that walk one table together: [first row, last row, first chunk, last chunk, table offset].
-// `levels` of them in order: all spans of a level are done before the next level begins.
+// `levels` of them in order: all spans of a level are done before the next level begins. Every row's first span begins at
+// chunk 0, and its last one ends at END.
 extern "C" void attend(int heads, int kv_heads, int dim, int64_t block_stride, const uint16_t* q, const uint16_t* k,
                        const uint16_t* v, const int32_t* lengths, const int32_t* tables, const int32_t* spans,
-                       const int32_t* level_ends, int levels, int rows, float* state, float* out) {
-  const Step x{{heads, kv_heads, dim, block_stride}, q, k, v, lengths, tables, state};
+                       const int32_t* level_ends, int levels, float* state, float* out) {
+  const Step x{{heads, kv_heads, dim, block_stride}, q, k, v, lengths, tables, state, out};
 #if HAS_AMX
   const bool use_amx = amx_allowed() && dim % 32 == 0;
 #endif
 #pragma omp parallel
   {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (int64_t)rows * heads; i++) {
-      float* st = state + i * (dim + REST);
-      std::memset(st, 0, (dim + 16) * 4);
-      st[dim + 16] = -std::numeric_limits<float>::infinity();
-    }
 #if HAS_AMX
     if (use_amx) attend_levels<AmxDots>(x, spans, level_ends, levels);
     else
 #endif
       attend_levels<VectorDots>(x, spans, level_ends, levels);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (int64_t)rows * heads; i++) {
-      const float* st = state + i * (dim + REST);
-      const f32x16 scale = splat(1.f / sum(load(st + dim)));
-      for (int d = 0; d < dim; d += 16) store(out + i * dim + d, load(st + d) * scale);
-    }
   }
 }

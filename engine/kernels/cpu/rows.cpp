@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr int FEW = 8;  // rows that are done sooner than other threads would wake
+
 struct Ints {  // int32 accumulators, scaled by row and column
   const int32_t* acc; const float* row; const float* column; int64_t width;
   f32x16 at(int64_t m, int64_t n) const {
@@ -31,7 +33,7 @@ struct Halves {
 };
 
 template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q, float* scale, uint16_t* halves) {
-#pragma omp parallel
+#pragma omp parallel if (rows >= FEW)
   {
     std::vector<float> buffer(inner + 16);
     float* x = buffer.data();
@@ -47,7 +49,7 @@ template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q
 }
 
 template <class P> void add_rows(const P& p, int rows, int width, float* residual) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows >= FEW)
   for (int m = 0; m < rows; m++)
     for (int i = 0; i < width; i += 16) {
       float* r = residual + (int64_t)m * width + i;
@@ -60,7 +62,7 @@ template <class P>
 void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_heads, int dim, const float* cosine,
                     const float* sine, const int64_t* slots, float q_scale, int64_t block_stride, uint16_t* q, uint16_t* k, uint16_t* v) {
   const int half = dim / 2;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows >= FEW)
   for (int m = 0; m < rows; m++) {
     const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
     const int64_t block = slots[m] / 16, at = slots[m] % 16;
@@ -115,7 +117,7 @@ extern "C" {
 // x [rows][width] float32 -> normalized rows, rotated and quantized (q, scale) or as bf16 (halves); weight may be null
 // (then only the change of format).
 void norm_rows(const float* x, const float* weight, float eps, int rows, int width, int8_t* q, float* scale, uint16_t* halves) {
-#pragma omp parallel
+#pragma omp parallel if (rows >= FEW)
   {
     std::vector<float> buffer(width + 16);
     float* y = buffer.data();

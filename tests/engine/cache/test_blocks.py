@@ -25,6 +25,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.depths: dict[int, int] = {}
         self.evicted: list[int] = []
         self.died: set[int] = set()
+        self.touched: set[int] = set()
+        self.shared: set[int] = set()  # those that ever had a second reference or were revived, while they live
 
     def evict(self, block: int) -> tuple[int, ...]:
         self.evicted.append(block)
@@ -36,6 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
     def idle(self) -> set[int]:
         return self.depths.keys() - self.owned()
 
+    def worth(self, block: int) -> tuple[float, bool, int]:
+        return (-self.needs.get(block, math.inf), block in self.shared, -self.depths[block])
+
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
         idle, num_free = self.idle(), NUM_BLOCKS - len(self.owned() | self.depths.keys())
@@ -45,17 +50,22 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocksError):
                 self.pool.allocate(count)
             return
-        worst_first = sorted((-self.needs.get(b, math.inf), -self.depths[b]) for b in idle)
+        worst_first = sorted(map(self.worth, idle))
+        reusable = len(self.touched - self.owned() - self.depths.keys())
+        disposable = sum(1 for need, was_shared, _ in worst_first if need == -math.inf and not was_shared)
         taken = self.pool.allocate(count)
         assert len(set(taken)) == count
         assert not set(taken) & self.owned()
-        assert len(self.evicted) == max(0, count - num_free)
-        found = [(-self.needs.get(b, math.inf), -self.depths[b]) for b in self.evicted]
-        assert found == worst_first[: len(found)], "unneeded first, then furthest next use, then deepest; never by age"
+        assert len(self.evicted) == max(0, count - num_free, min(disposable, count - reusable))
+        found = [self.worth(block) for block in self.evicted]
+        assert found == worst_first[: len(found)], "unneeded first, then furthest, never shared, deepest; never by age"
+        assert set(taken) <= self.touched | {len(self.touched) + i for i in range(count)}, "untouched ones in order"
+        self.touched |= set(taken)
         for block in self.evicted:
             del self.depths[block]
             self.needs.pop(block, None)
         self.died |= set(self.evicted)
+        self.shared -= set(self.evicted)
         self.tables.append(taken)
 
     @precondition(lambda self: self.tables)
@@ -64,6 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         shared = table[: data.draw(st.integers(0, len(table)))]
         self.pool.share(shared)
+        self.shared |= set(shared)
         self.tables.append(shared)
 
     @precondition(lambda self: self.idle())
@@ -71,6 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     def revive(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.idle())))
         self.pool.share([block])
+        self.shared.add(block)
         self.tables.append([block])
 
     @precondition(lambda self: self.tables)
@@ -79,7 +91,9 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         before = self.owned() | set(table)
         self.pool.release(table)
-        self.died |= before - self.owned() - self.depths.keys()
+        freed = before - self.owned() - self.depths.keys()
+        self.died |= freed
+        self.shared -= freed
 
     @precondition(lambda self: self.owned() - self.depths.keys())
     @rule(data=st.data(), need=st.sampled_from([1.0, 2.0, 5.0, math.inf]), depth=st.integers(0, 3))
@@ -138,6 +152,19 @@ def test_what_nobody_needs_goes_first_then_the_furthest() -> None:
 def test_of_equals_the_deepest_goes_first() -> None:
     pool = idle_pool([math.inf] * 4, depths=[0, 3, 1, 2])
     assert [pool.allocate(1)[0] for _ in range(4)] == [1, 3, 2, 0]
+
+
+def test_what_nobody_needs_or_shared_goes_before_memory_grows() -> None:
+    pool = BlockPool(100, next_use=lambda block: math.inf)
+    for _ in range(50):
+        blocks = pool.allocate(2)
+        assert set(blocks) == {0, 1}
+        for block in blocks:
+            pool.retain(block, 0)
+        pool.release(blocks)
+    pool.share([0])
+    pool.release([0])
+    assert set(pool.allocate(2)) == {1, 2}, "block 0 was shared: it may be wanted again"
 
 
 def test_whatever_hangs_on_an_evicted_block_is_freed_with_it() -> None:

@@ -272,7 +272,6 @@ def test_cached_blocks_that_waiting_requests_need_outlive_the_others() -> None:
     """Eviction by plan: `old` was used longest ago, but a waiting request needs it."""
     harness = Harness(num_blocks=8, max_running=1)
     harness.add(request("old", [1] * 9, 2), request("new", [2] * 9, 2))
-    harness.run()
     harness.add(request("filler", [3] * 17, 2), request("again", [1] * 9, 2))
     harness.run()
     harness.assert_answers()

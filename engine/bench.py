@@ -225,6 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="run only the first N lines")
     parser.add_argument("--quant", default="auto", choices=("auto", *WEIGHT_FORMATS), help="weight format")
     parser.add_argument("--kv", default="bf16", choices=KV_FORMATS, help="KV format")
+    parser.add_argument(
+        "--reproducible",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the same tokens whatever else is in the batch (default: where that costs nothing)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
@@ -236,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             weight_format=weight_format,
             kv_format=args.kv,
             threads=args.threads,
+            reproducible=args.reproducible,
         )
         report = measure(config, args.model, args.workload, args.limit)
         report["kl"] = None if quality is None else round(quality.kl, 5)

@@ -22,6 +22,7 @@ class EngineConfig:
     `step_tokens`    most tokens computed in one step
     `max_running`    most sequences that decode in one step
     `threads`        CPU threads; None: all cores
+    `reproducible`   the same tokens bit for bit whatever else is in the batch; None: where that costs nothing
     `prefix_cache`   off only in tests and measurements
     `poison`         overwrite freed blocks with NaN, so that a read of one is seen (tests)
     """
@@ -35,6 +36,7 @@ class EngineConfig:
     step_tokens: int = 2048
     max_running: int = 256
     threads: int | None = None
+    reproducible: bool | None = None
     prefix_cache: bool = True
     poison: bool = False
 

@@ -50,6 +50,7 @@ class ModelRunner:
             weight_format=config.weight_format,
             kv_format=config.kv_format,
             block_tokens=config.block_tokens,
+            reproducible=bool(config.reproducible),
             say=say,
         )
         dtype = torch.float32 if config.weight_format == "float32" else torch.bfloat16

@@ -77,8 +77,13 @@ Say = Callable[[str], None]
 _override: Kernels | None = None
 
 
-def choose(model: ModelConfig, *, weight_format: str, kv_format: str, block_tokens: int, say: Say) -> Kernels:
-    """The fastest tier that serves this model in these formats on this machine."""
+def choose(
+    model: ModelConfig, *, weight_format: str, kv_format: str, block_tokens: int, say: Say, reproducible: bool = False
+) -> Kernels:
+    """The fastest tier that serves this model in these formats on this machine.
+
+    `reproducible`: no row's result may depend on the rows beside it, even where that is slower.
+    """
     if _override is not None:
         return _override
     if weight_format != "float32" and kv_format != "float32":
@@ -86,7 +91,7 @@ def choose(model: ModelConfig, *, weight_format: str, kv_format: str, block_toke
         from engine.kernels.cpu.build import BuildError
 
         try:
-            return CpuKernels(model, weight_format=weight_format, block_tokens=block_tokens)
+            return CpuKernels(model, weight_format=weight_format, block_tokens=block_tokens, reproducible=reproducible)
         except BuildError as error:
             say(f"Attention and row kernels run in plain torch, which is slower: {error}.")
     return TorchKernels(model, weight_format=weight_format, kv_format=kv_format, block_tokens=block_tokens)

@@ -23,6 +23,7 @@ from engine.model.config import ModelConfig
 BLOCK_TOKENS = 16
 _KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 _PACK_ROWS = 256
+_EVEN_ROWS = 64
 _PANEL = 32  # outputs that the matmul of matmul.cpp makes at once
 _STATE_REST = 32  # floats of a row's running state beside the output
 
@@ -43,11 +44,14 @@ class CpuKernels:
 
     is_fused = True
 
-    def __init__(self, model: ModelConfig, *, weight_format: str, block_tokens: int) -> None:
+    def __init__(
+        self, model: ModelConfig, *, weight_format: str, block_tokens: int, reproducible: bool = False
+    ) -> None:
         _check(model, block_tokens)
         self.layout = PairLayout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model
         self._is_int8 = weight_format == "int8"
+        self._reproducible = reproducible
         self._lib = library()
         self._has_tiles = bool(self._lib.has_tiles())
 
@@ -77,7 +81,7 @@ class CpuKernels:
             return Product(sums, rows.scale, matrix.scale)
         if rows.scale is not None:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
-        return Product(torch.ops.mkldnn._linear_pointwise(rows.values, matrix.packed, None, "none", [], ""))
+        return Product(_in_even_blocks(rows.values, matrix) if self._reproducible else _multiply(rows.values, matrix))
 
     def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
         if matrix.is_tiled:
@@ -187,6 +191,17 @@ def _check(model: ModelConfig, block_tokens: int) -> None:
         raise BuildError("biases aren't supported")
     if block_tokens != BLOCK_TOKENS:
         raise BuildError(f"KV blocks hold {block_tokens} tokens, not {BLOCK_TOKENS}")
+
+
+def _multiply(values: Tensor, matrix: Matrix) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(values, matrix.packed, None, "none", [], "")
+    return product
+
+
+def _in_even_blocks(values: Tensor, matrix: Matrix) -> Tensor:
+    """torch picks its bf16 matmul by the number of rows, so that number is always the same here."""
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % _EVEN_ROWS))
+    return torch.cat([_multiply(block, matrix) for block in torch.split(padded, _EVEN_ROWS)])[: len(values)]
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:

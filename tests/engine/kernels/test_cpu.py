@@ -90,11 +90,11 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(weight_format: str) ->
         assert torch.equal(got[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
 
 
+@pytest.mark.parametrize("has_tiles", [True, False])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str) -> None:
-    cpu, _ = tiers(weight_format)
-    if not cpu._has_tiles and weight_format == "bf16":
-        pytest.skip("torch's bf16 matmul promises no such thing")
+def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str, has_tiles: bool) -> None:
+    cpu = CpuKernels(MODEL, weight_format=weight_format, block_tokens=BLOCK_TOKENS, reproducible=True)
+    cpu._has_tiles = cpu._has_tiles and has_tiles
     packed = cpu.pack_matrix(random(2 * MODEL.mlp, MODEL.hidden, seed=2), None)
     x, residual = random(333, MODEL.hidden), random(333, 2 * MODEL.mlp, seed=1)
     ones, weight = residual.clone(), torch.ones(MODEL.hidden)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import func, select, update
 
+from batchsvc import ids
 from batchsvc.accounts import idempotency
+from batchsvc.accounts import service as accounts
 from batchsvc.accounts.tables import IdempotentAnswer
+from batchsvc.batches import service
+from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
 from batchsvc.files.tables import File
 from batchsvc.store import keys
@@ -103,19 +107,18 @@ def test_twenty_at_once_make_one(api: Api) -> None:
 
 
 def test_a_retry_at_the_same_time_waits_for_the_first(api: Api) -> None:
-    """Without a key: creates of one file go one by one, so a retry sees what the first one has made."""
+    """Without a key: creates of one file go one by one, so a retry sees what the first one is about to make."""
     file = upload(api).json()["id"]
-    together = threading.Barrier(8)
-    first = create(api, file).json()["id"]
-
-    def again(attempt: int) -> str:
-        together.wait()
-        headers = {"Authorization": f"Bearer {api.key}", "x-stainless-retry-count": str(attempt + 1)}
-        body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        return str(httpx.post(f"{api.url}/v1/batches", json=body, headers=headers, timeout=60).json()["id"])
-
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(again, range(8))) == {first}
+    body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    with api.db.reading() as session:
+        caller = accounts.caller(session, api.key)
+    with ThreadPoolExecutor(4) as pool:
+        with api.db.transaction() as session:
+            call = CreateBatch.model_validate(body)
+            first = service.create_batch(session, caller, call, api.settings, batch_id=ids.batch_id()).id
+            retries = [pool.submit(create, api, file, headers={"x-stainless-retry-count": "1"}) for _ in range(4)]
+            assert not wait(retries, timeout=1).done, "the first one isn't committed"
+        assert {retry.result().json()["id"] for retry in retries} == {first}
 
 
 def test_an_upload_with_a_key_is_one_file(api: Api) -> None:

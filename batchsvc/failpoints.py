@@ -22,6 +22,7 @@ Names are `noun.past`, as log events are; a new one gets its line here:
     worker     unit.claimed      a unit is leased, its file isn't read
                lines.finished    the engine is done with lines, nothing is stored
                part.stored       a part's object is stored, it doesn't count
+               sequences.stored  unfinished sequences are stored, their unit's row doesn't name them
                part.counted      a part counts, its lines are still in the buffer
                unit.written      a unit's last word is written, its lease isn't given back
                lease.due         the lease thread is about to renew

@@ -25,6 +25,7 @@ from workers.context import ControlRun, new_owner
 from workers.step import EngineRun, step_of
 
 _CONTROL_THREADS = 2
+_HANG_S = 30.0  # beyond the grace, in which every wait of a drain ends by itself
 _DRAINING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 log = structlog.get_logger(__name__)
@@ -92,10 +93,10 @@ def _work(app: Celery, role: Role) -> int:
 
 
 def _on_signal(role: Role) -> None:
-    """In the signal handler. From the first signal on the process ends within its grace, whatever hangs: by SIGALRM,
-    which needs no thread of ours. What it still holds comes back by its leases."""
+    """In the signal handler. A drain ends within its grace; should it hang, the process ends somewhat later by SIGALRM,
+    which needs no thread of ours. What it still holds then comes back by its leases."""
     if not any(signal.getitimer(signal.ITIMER_REAL)):
-        signal.setitimer(signal.ITIMER_REAL, role.grace_s)
+        signal.setitimer(signal.ITIMER_REAL, role.grace_s + _HANG_S)
     role.signalled()
 
 

@@ -10,6 +10,7 @@ that has work and gets nowhere: `failure` is the sentence for its last line.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from batchsvc import logs
+from batchsvc.clock import monotonic_s
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request, StepOutput
 from workers.thread import WorkThread
@@ -84,6 +86,7 @@ class Pump:
         self._inside: dict[str, Source] = {}  # requests in the engine, by id
         self._generated: dict[str, Generated] = {}  # new tokens of those that have any
         self._withdrawn: set[str] = set()  # taken out of the engine, but their tokens are wanted
+        self._leaving: set[str] = set()  # those of them that the engine hasn't let go of yet
         self._mark = (0, 0)  # how far the engine was when it was last seen to move
         self._still_s = 0.0
         self._ended: deque[Completion] = deque()
@@ -103,13 +106,14 @@ class Pump:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """End both threads, and hand out what ended with the last step; what else runs in the engine stays as it is."""
+    def stop(self, step_s: float = _LAST_STEP_S) -> None:
+        """End both threads, and hand out what ended with the last step, for which it waits `step_s` at most; what else
+        runs in the engine stays as it is."""
         self._stopped.set()
         self._wake.set()
         self._work.set()
         for thread in self._threads:
-            thread.join(_LAST_STEP_S)
+            thread.join(step_s)
         self._hand_out()
 
     def wake(self) -> None:
@@ -127,12 +131,17 @@ class Pump:
         self._wake.set()
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """As `abort`, but what the engine generates until it is told stays known: at a drain no token is lost."""
-        for request_id in request_ids:
-            with self._lock:
-                self._inside.pop(request_id, None)
-                self._withdrawn.add(request_id)
+        """As `abort`, but waits until the engine has let go of them, and what it generated until then stays known: at a
+        drain no token is lost."""
+        with self._lock:
+            inside = [request_id for request_id in request_ids if self._inside.pop(request_id, None) is not None]
+            self._withdrawn.update(inside)
+            self._leaving.update(inside)
+        for request_id in inside:
             self._engine.abort(request_id)
+        end_s = monotonic_s() + _LAST_STEP_S
+        while self._leaving and monotonic_s() < end_s and not self._stopped.is_set():
+            time.sleep(_LOOK_S)
 
     def generated(self, request_id: str) -> Generated | None:
         """What was generated so far for a request whose completion hasn't been handed out; None: nothing."""
@@ -200,6 +209,7 @@ class Pump:
             if source is not None:
                 source.finish(completion)
             with self._lock:  # only now: a line is known as running, as finished, or for a moment as both
+                self._leaving.discard(completion.request_id)
                 if completion.request_id not in self._withdrawn:
                     self._generated.pop(completion.request_id, None)
 

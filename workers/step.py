@@ -5,7 +5,7 @@ SIGTERM sets a flag (in the signal handler, without a lock), then Celery's shutd
     at once               claim nothing, take out of the engine what hasn't begun, give its units back
     until grace - margin  let running sequences finish
     then                  stop the engine; write what is finished, save what was generated of the rest
-    grace - margin / 2    give back, in one statement, whatever is still leased
+    grace - margin / 4    give back, in one statement, whatever is still leased
 
 A second signal skips the waiting. SIGKILL at any moment is covered by the leases.
 
@@ -163,12 +163,15 @@ class EngineRun:
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
+        self._units.close()
         if self.failure is None:  # a dead engine runs nothing on
             self._units.drain()
             self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
-        self._pump.stop()  # from here on no token is generated, so what is saved now is all there is
-        self._units.stop_all(crashed=self.failure is not None)
-        self._wait_for_units(end_s - margin_s / 2)
+        has_failed = self.failure is not None
+        # from here on no token is generated: what is saved now is all there is. Nobody waits for an engine that hangs.
+        self._pump.stop(_LOOK_S if has_failed else margin_s / 4)
+        self._units.stop_all(crashed=has_failed)
+        self._wait_for_units(end_s - margin_s / 4)
         self._writer.stop(_LAST_WRITE_S)
         self._leases.stop(_LAST_WRITE_S)
         self._ended.set()

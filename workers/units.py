@@ -32,7 +32,7 @@ from batchsvc.store.s3 import ObjectStore
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request
 from workers import objects
-from workers.breaker import Breaker
+from workers.breaker import Breaker, Way
 from workers.thread import WorkThread
 from workers.translate import (
     FinishedLine,
@@ -63,6 +63,7 @@ class LeasesOf(Protocol):
 class PartsOf(Protocol):
     """What a source asks of its writer."""
 
+    def has_work(self) -> bool: ...
     def begin(self, unit: ClaimedUnit) -> None: ...
     def add(self, unit: ClaimedUnit, lines: list[FinishedLine]) -> None: ...
     def fail(self, unit: ClaimedUnit, lines: list[FinishedLine]) -> None: ...
@@ -273,19 +274,24 @@ class UnitSource:
         self._on_end(unit, is_done)
         self._engine.wake()
 
-    def drain(self) -> None:
-        """Claim nothing more, and run on only the requests that have begun; units without any are given back now."""
+    def close(self) -> None:
+        """Claim nothing more. Waits a while for a claim under way; later its unit is given back as soon as it comes."""
         self.is_draining = True
-        if self._claiming.acquire(timeout=_CLAIM_END_S):  # else its unit is given back as soon as it comes
-            self._claiming.release()
         with self._changed:
             self._changed.notify_all()
+        if self._claiming.acquire(timeout=_CLAIM_END_S):
+            self._claiming.release()
+
+    def drain(self) -> None:
+        """Run on only the requests that have begun; units without any are given back now."""
+        with self._changed:
             self._backlog.clear()
             waiting = [request_id for request_id in self._of_request if not self._engine.has_started(request_id)]
             for request_id in waiting:
                 del self._of_request[request_id]
-            idle = [unit_id for unit_id, live in self._live.items() if not live.open.keys() & self._of_request.keys()]
         self._engine.withdraw(waiting)
+        with self._changed:
+            idle = [unit_id for unit_id, live in self._live.items() if not live.open.keys() & self._of_request.keys()]
         self.stop(idle)
 
     def stop_all(self, *, crashed: bool = False) -> None:
@@ -316,21 +322,25 @@ class UnitSource:
         while not self.is_draining:
             with self._changed:
                 self._changed.wait(_LOOK_S)
-            if self._breaker.is_failing("reads") and self._breaker.may_try("reads"):
-                self._probe()
+            self._probe("reads")
+            if not self._parts.has_work():  # else the writer finds out by its own work
+                self._probe("writes")
             self._poll()
 
-    def _probe(self) -> None:
-        """See whether claims and unit files can be read again, without taking a unit for it."""
+    def _probe(self, way: Way) -> None:
+        """See whether what failed works again, without taking a unit for it."""
+        if not self._breaker.is_failing(way) or not self._breaker.may_try(way):
+            return
         try:
             with self._db.reading() as session:
                 database_now_ms(session)
+            self._store.put(keys.PROBE, b"")
             self._store.head(keys.PROBE)
         except (ServiceError, DBAPIError) as error:
-            wait_s = self._breaker.failed("reads")
-            log.warning("store.still_away", error=type(error).__name__, again_in_s=wait_s)
+            wait_s = self._breaker.failed(way)
+            log.warning("store.still_away", way=way, error=type(error).__name__, again_in_s=wait_s)
         else:
-            self._breaker.worked("reads")
+            self._breaker.worked(way)
 
     def _poll(self) -> None:
         """Claims without a ticket: tickets may be lost, and so may all of Redis.
@@ -383,7 +393,10 @@ class UnitSource:
         except DamagedObjectError as error:
             log.warning("unit.damaged", unit=unit.id, batch=unit.batch_id, key=error.key, reason=error.reason)
             self._leases.forget([unit.id])
-            self._db.run(lambda session: repair_queries.return_unit(session, unit.id, unit.epoch))
+            try:
+                self._db.run(lambda session: repair_queries.return_unit(session, unit.id, unit.epoch))
+            except DBAPIError as failed:  # whoever claims it next finds the same
+                log.warning("unit.not_returned", unit=unit.id, error=type(failed).__name__)
             return False
         except (ServiceError, ValueError, OSError) as error:
             log.warning("unit.not_read", unit=unit.id, key=unit.s3_key, error=type(error).__name__)

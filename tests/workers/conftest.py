@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,20 @@ from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from batchsvc.tables import metadata
+from engine.load.meta import read_meta
 from tests import servers
+from tests.tiny import make_tiny_model
 
 DIGEST = "d" * 64
 RATES = {"input": 10_000_000, "cached_input": 2_500_000, "output": 40_000_000}
 FAST = {"lease_s": 3.0, "renew_s": 0.5, "reaper_s": 0.5, "poll_s": 0.3, "flush_s": 0.5, "term_grace_s": 6.0}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A tiny model and its digest."""
+    path = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return path, read_meta(path).digest
 
 
 @pytest.fixture
@@ -61,6 +70,7 @@ class World:
     settings: Settings
     db: Database
     store: ObjectStore
+    params: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # of the lines of new batches
 
     def add_batch(
         self,
@@ -135,7 +145,7 @@ class World:
                 line_nos=tuple(line_nos[start : start + fold]),
                 custom_ids=tuple(f"c{n}" for n in line_nos[start : start + fold]),
                 prompt_ids=np.array([1, 2, 3, 4 + line_nos[start] % 50], np.int32),
-                params={"temperature": 0.0},
+                params=self.params,
                 planned_cached_tokens=1,
                 max_tokens=max_tokens,
             )

@@ -13,9 +13,9 @@ import orjson
 import pytest
 from sqlalchemy import select, update
 
-from batchsvc.batches import service, unit_queries
+from batchsvc.batches import unit_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Unit, Worker
+from batchsvc.batches.tables import Unit, Worker
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
@@ -227,24 +227,14 @@ def test_a_store_that_is_away_costs_time_only(sqlite_world: World) -> None:
     finalized(world, batch_id, Status.COMPLETED)
 
 
-def test_a_unit_that_cannot_be_read_is_told_and_tried_again(sqlite_world: World) -> None:
-    world = sqlite_world
+def test_a_unit_whose_file_is_damaged_is_for_the_planner_and_the_others_run(world: World) -> None:
     batch_id = world.add_batch(num_lines=4, unit_lines=2)
-    unit = world.units(batch_id)[0]
-    good = world.store.get(unit.s3_key)
-    world.store.put(unit.s3_key, good[:-1])
-
-    def waiting_for() -> str | None:
-        with world.db.reading() as session:
-            (shown,) = service.show(session, [session.get_one(Batch, batch_id)], renew_s=10)
-        return shown["waiting_for"]
-
-    assert waiting_for() == "no worker for model tiny"
-    with worker(world, lease_s=1.0, renew_s=0.2):
-        until(lambda: "its stored work can't be read" in (waiting_for() or ""), "the batch says why it waits")
-        world.store.put(unit.s3_key, good)
-        until(completed(world, batch_id), "all lines")
-        assert waiting_for() is None
+    damaged = world.units(batch_id)[0]
+    world.store.put(damaged.s3_key, world.store.get(damaged.s3_key)[:-1])
+    with worker(world):
+        until(lambda: world.units(batch_id)[0].state == "pending", "it is given back to be rebuilt")
+        until(lambda: world.batch(batch_id).completed == 2, "the other unit's lines")
+    assert [(unit.state, unit.crash_count) for unit in world.units(batch_id)] == [("pending", 0), ("done", 0)]
 
 
 def test_a_worker_that_cannot_renew_fences_itself(sqlite_world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,9 @@ from sqlalchemy import select
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Worker
 from batchsvc.settings import Settings
-from engine.load.meta import read_meta
-from tests.tiny import make_tiny_model
 from tests.workers.conftest import World
 
 LIVENESS_S = 60
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A tiny model and its digest."""
-    path = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return path, read_meta(path).digest
 
 
 def environment(settings: Settings, model: Path, **changes: object) -> dict[str, str]:

@@ -1,0 +1,234 @@
+"""Unfinished sequences outlive their worker: another one goes on, with the same text, usage and bill, and no waste."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchsvc.batches import resume_file, unit_file, unit_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.resume_file import Unfinished
+from batchsvc.batches.unit_queries import ClaimedUnit
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.fake import FakeEngine
+from tests.workers.conftest import DIGEST, World
+from tests.workers.test_engine_run import completed, finalized, until, worker
+from workers.step import EngineRun
+from workers.translate import open_rows, to_request
+
+LONG = {"temperature": 0.8, "ignore_eos": True, "seed": 5}
+PATIENT = {"lease_s": 300.0, "term_grace_s": 60.0}  # a machine that is busy with other things loses no lease
+
+
+def undisturbed(world: World, batch_id: str, engine: Any) -> dict[int, Any]:
+    """What an engine that is never interrupted makes of the batch: completions by line."""
+    made = {}
+    for unit in world.units(batch_id):
+        claimed = ClaimedUnit(
+            id=unit.id,
+            epoch=0,
+            batch_id=batch_id,
+            window_no=0,
+            no=unit.no,
+            s3_key=unit.s3_key,
+            sha256=unit.sha256,
+            num_lines=unit.num_lines,
+            done_bitmap=bytes((unit.num_lines + 7) // 8),
+            salt="undisturbed",
+            model_id="tiny",
+            created_s=0,
+            rates={},
+        )
+        rows = list(open_rows(claimed, unit_file.read(world.store.get(unit.s3_key))))
+        for row, done in zip(rows, engine.run([to_request(claimed, row) for row in rows]), strict=True):
+            made[row.row.line_nos[0]] = done
+    return made
+
+
+def same_as(world: World, batch_id: str, expected: dict[int, Any]) -> None:
+    """The published answers are those, byte for byte, and so is their usage."""
+    output = world.result(batch_id, "output")
+    assert {line["line"] for line in output} == set(expected)
+    for line in output:
+        done, body = expected[line["line"]], line["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == done.text
+        assert body["choices"][0]["finish_reason"] == done.finish_reason
+        assert body["usage"]["completion_tokens"] == done.usage.output_tokens
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == max(1, done.usage.hit_tokens)
+
+
+def generated(witness: Path) -> int:
+    entries = [json.loads(line) for line in witness.read_text().splitlines()]
+    return sum(sum(entry["tokens"].values()) for entry in entries if entry["event"] == "tokens")
+
+
+def drained(run: EngineRun) -> None:
+    """As SIGTERM twice: no time for anything to finish."""
+    run.signalled()
+    run.signalled()
+    run.drain()
+
+
+@pytest.mark.parametrize("params", [LONG, {**LONG, "stop": ["river stone"]}, {"min_tokens": 1_500}], ids=str)
+def test_a_drain_loses_no_token(world: World, tmp_path: Path, params: dict[str, Any]) -> None:
+    world.params = params
+    batch_id = world.add_batch(num_lines=12, unit_lines=6, max_tokens=2_000)
+    witness = tmp_path / "witness"
+
+    def fake(tokens_per_s: float) -> FakeEngine:
+        return FakeEngine(None, witness=witness, max_running=4, tokens_per_s=tokens_per_s)
+
+    saved = 0
+    for turn in range(3):
+        with worker(world, fake(400), name=f"w{turn}", waiting_requests=5, **PATIENT) as run:
+            start = run._engine.stats().output_tokens
+            until(lambda run=run, start=start: run._engine.stats().output_tokens > start + 150, "some tokens")
+            drained(run)
+        units = world.units(batch_id)
+        assert all(unit.state in {"ready", "done"} and unit.crash_count == 0 for unit in units)
+        in_parts = world.batch(batch_id).output_tokens
+        saved = sum(unit.running_tokens for unit in units)
+        assert generated(witness) == in_parts + saved, "every token that was generated is in a part or saved"
+    assert saved > 0
+    with worker(world, fake(0), name="last", **PATIENT):
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+    same_as(world, batch_id, undisturbed(world, batch_id, FakeEngine(None)))
+    batch = world.batch(batch_id)
+    assert generated(witness) == batch.output_tokens, "nothing was generated twice"
+    assert batch.running_tokens == 0 and not any(unit.resume_key for unit in world.units(batch_id))
+
+
+@pytest.fixture
+def real(tiny: tuple[Path, str]) -> Iterator[list[Engine]]:
+    """Real engines, all of one model."""
+    config = EngineConfig(
+        model=str(tiny[0]), weight_format="float32", kv_format="float32", num_blocks=300, step_tokens=24, threads=1
+    )
+    engines = [Engine(config) for _ in range(3)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.9, "top_p": 0.9, "min_tokens": 40}, {"temperature": 0.0}], ids=str
+)
+def test_the_real_engine_gives_the_same_bytes_after_a_takeover(
+    sqlite_world: World, real: list[Engine], params: dict[str, Any]
+) -> None:
+    world, (first, second, plain) = sqlite_world, real
+    world.params = {**params, "ignore_eos": True}
+    batch_id = world.add_batch(num_lines=8, unit_lines=4, max_tokens=60)
+    expected = undisturbed(world, batch_id, plain)
+
+    class Slow:
+        """Leaves the test time to interrupt."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(first, name)
+
+        def step(self) -> Any:
+            time.sleep(0.02)
+            return first.step()
+
+    with worker(world, Slow(), waiting_requests=3, **PATIENT) as run:
+        until(lambda: run._engine.stats().output_tokens > 60, "some tokens")
+        drained(run)
+    saved = sum(unit.running_tokens for unit in world.units(batch_id))
+    assert saved > 0
+    with worker(world, second, name="next", **PATIENT):
+        until(completed(world, batch_id), "all lines")
+    finalized(world, batch_id, Status.COMPLETED)
+    for line in world.result(batch_id, "output"):
+        done, body = expected[line["line"]], line["response"]["body"]
+        assert body["choices"][0]["message"]["content"] == done.text
+        assert body["usage"]["completion_tokens"] == done.usage.output_tokens
+    together = first.stats().output_tokens + second.stats().output_tokens
+    assert together == sum(done.usage.output_tokens for done in expected.values()), "a drain loses no token"
+
+
+def test_each_flush_saves_what_runs_and_deletes_what_it_saved_before(sqlite_world: World) -> None:
+    world = sqlite_world
+    world.params = LONG
+    batch_id = world.add_batch(num_lines=4, unit_lines=4, max_tokens=10_000)
+    seen: set[str] = set()
+    with worker(world, FakeEngine(None, tokens_per_s=300), flush_s=0.2) as run:
+
+        def look() -> bool:
+            key = world.units(batch_id)[0].resume_key
+            seen.update({key} if key else ())
+            return len(seen) >= 3
+
+        until(look, "three saves of sequences of which none ends")
+        unit = world.units(batch_id)[0]
+        assert world.batch(batch_id).running_tokens == unit.running_tokens > 0 and unit.running_lines == 4
+        until(lambda: len(list(world.store.list_keys(f"batch/{batch_id}/progress/"))) <= 2, "old ones are deleted")
+        world.set_batch(batch_id, status=Status.CANCELLING, cancelling_ms=1)
+        until(lambda: run._units.num_live() == 0, "it stops")
+
+
+def test_a_unit_that_was_lost_saves_nothing_more(sqlite_world: World) -> None:
+    world = sqlite_world
+    world.params = LONG
+    batch_id = world.add_batch(num_lines=4, unit_lines=4, max_tokens=10_000)
+    with worker(world, FakeEngine(None, tokens_per_s=300), flush_s=0.2, renew_s=60) as run:
+        until(lambda: world.units(batch_id)[0].resume_key is not None, "a first save")
+        with world.db.transaction() as session:
+            mine = world.units(batch_id)[0]
+            assert unit_queries.release(session, mine.id, mine.epoch)
+            taken = unit_queries.claim(session, DIGEST, "other", 30, 1)[0]
+        until(lambda: run._units.num_live() == 0, "the fence of the save is noticed without any renewal")
+        unit = world.units(batch_id)[0]
+        assert (unit.resume_key, unit.owner, unit.epoch) == (taken.resume_key, "other", 2)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_saves_cost_work_and_nothing_else(sqlite_world: World, damage: str) -> None:
+    world = sqlite_world
+    world.params = LONG
+    batch_id = world.add_batch(num_lines=4, unit_lines=4, max_tokens=200)
+    with worker(world, FakeEngine(None, tokens_per_s=300)) as run:
+        until(lambda: run._engine.stats().output_tokens > 100, "some tokens")
+        drained(run)
+    key = world.units(batch_id)[0].resume_key or ""
+    if damage == "cut":
+        world.store.put(key, world.store.get(key)[:-3])
+    else:
+        world.store.delete([key])
+    with worker(world, name="next") as run:
+        until(completed(world, batch_id), "all lines")
+        assert run._engine.stats().output_tokens == 800, "they began anew"
+    finalized(world, batch_id, Status.COMPLETED)
+    same_as(world, batch_id, undisturbed(world, batch_id, FakeEngine(None)))
+
+
+def test_the_object_holds_what_was_put_in() -> None:
+    rows = [Unfinished(line_no=n, token_ids=tuple(range(n * 100)), hit_tokens=n) for n in range(5)]
+    data = resume_file.encode(rows)
+    with pytest.raises(ValueError, match="aren't what"):
+        resume_file.decode(data, "0" * 64)
+
+
+def test_no_token_is_generated_after_a_cancelled_batch_was_noticed(sqlite_world: World, tmp_path: Path) -> None:
+    """Without a single renewal: the look between renewals is enough."""
+    world, witness = sqlite_world, tmp_path / "witness"
+    world.params = LONG
+    batch_id = world.add_batch(num_lines=8, unit_lines=4, max_tokens=10_000)
+    engine = FakeEngine(None, tokens_per_s=300, witness=witness)
+    with worker(world, engine, renew_s=600, lease_s=3600):
+        until(lambda: witness.exists() and generated(witness) > 100, "some tokens")
+        world.set_batch(batch_id, status=Status.CANCELLING, cancelling_ms=1)
+        cancelled = time.time()
+        until(lambda: {unit.state for unit in world.units(batch_id)} == {"ready"}, "both units are given back")
+        time.sleep(0.3)
+        entries = [json.loads(line) for line in witness.read_text().splitlines()]
+        assert max(entry["t"] for entry in entries if entry["event"] == "tokens") < cancelled + 5
+        assert not engine.has_work()
+    finalized(world, batch_id, Status.CANCELLED)

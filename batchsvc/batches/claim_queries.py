@@ -19,16 +19,21 @@ from typing import Any, Literal
 from sqlalchemy import (
     BindParameter,
     ColumnElement,
+    CompoundSelect,
     Integer,
     Select,
     SQLColumnExpression,
     String,
     and_,
     bindparam,
+    cast,
     exists,
     func,
+    literal_column,
+    null,
     or_,
     select,
+    union_all,
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -41,6 +46,7 @@ from batchsvc.batches.claim_rank import Candidate, Holding
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
 from batchsvc.db.base import BigInt
+from batchsvc.db.session import database_now_sql
 
 Conditions = tuple[SQLColumnExpression[bool], ...]
 Moment = int | BindParameter[int]
@@ -97,9 +103,19 @@ def remaining_tokens() -> ColumnElement[int]:
     return Unit.est_tokens * lacking // Unit.num_lines + lacking
 
 
-def lease_best(session: Session, claimer: Claimer, limit: int) -> list[LeasedUnit]:
-    """Lease at most `limit` units, the best-ranked ones, in rank order."""
-    has_suspects, clock = _has_suspects(session, claimer.model_digest)
+def lease_best(
+    session: Session, model_digest: str, owner: str, lease_s: float, limit: int, *, is_night: bool
+) -> list[LeasedUnit]:
+    """Lease at most `limit` units of a model, the best-ranked ones, in rank order."""
+    looked = _look_statement(database_now_sql(session))
+    now_ms, has_suspects, clock = session.connection().execute(looked, {"p_digest": model_digest}).one()
+    claimer = Claimer(
+        model_digest=model_digest,
+        owner=owner,
+        now_ms=now_ms,
+        lease_ms=now_ms + round(lease_s * 1000),
+        is_night=is_night,
+    )
     leased = _lease_suspect(session, claimer) if has_suspects else None
     return _lease_by_rank(session, claimer, limit, clock) if leased is None else leased
 
@@ -122,8 +138,9 @@ def charge(session: Session, project_id: str, model_digest: str, tokens: int) ->
 
 
 def _is_ready(now_ms: Moment) -> Conditions:
-    # the last condition leaves out what is poison: the reaper writes its error line
-    return (Unit.state == "ready", Unit.not_before_ms <= now_ms, Unit.crash_count < poison.CRASHES)
+    # "+ 0": a database without statistics would take ix_units_claim for it, and walk all ready units of the model.
+    # The last condition leaves out what is poison: the reaper writes its error line.
+    return (Unit.state == "ready", Unit.not_before_ms + 0 <= now_ms, Unit.crash_count < poison.CRASHES)
 
 
 def _may_run(now_ms: Moment, *, is_night: bool) -> Conditions:
@@ -140,13 +157,12 @@ def _may_run(now_ms: Moment, *, is_night: bool) -> Conditions:
 
 
 def _lease_by_rank(session: Session, claimer: Claimer, limit: int, clock_before: int | None) -> list[LeasedUnit]:
-    candidates = _candidates(session, claimer)
+    candidates, holdings = _market(session, claimer)
     if not candidates:
         return []
     before = clock_before or 0
     if clock_before is None:
         _add_share(session, claimer.model_digest, _CLOCK, 0)
-    holdings = _holdings(session, claimer.model_digest)
     held = {holding.project_id: holding.tokens for holding in holdings}
     active = [batch.vtime for batch in candidates] + [holding.vtime for holding in holdings]
     clock = claim_rank.clock_after(before, active)
@@ -170,58 +186,61 @@ def _lease_by_rank(session: Session, claimer: Claimer, limit: int, clock_before:
     return leased
 
 
-def _candidates(session: Session, claimer: Claimer) -> list[Candidate]:
-    """Batches that have claimable units."""
+def _market(session: Session, claimer: Claimer) -> tuple[list[Candidate], list[Holding]]:
+    """Batches that have claimable units, and what the projects hold at this moment."""
     asked = {"p_now": claimer.now_ms, "p_digest": claimer.model_digest}
-    rows = session.connection().execute(_candidates_statement(claimer.is_night), asked)
-    return [
-        Candidate(
-            batch_id=row[0],
-            project_id=row[1],
-            weight=row[2],
-            vtime=row[3],
-            priority=row[4],
-            expires_ms=row[5],
-            created_ms=row[6],
-            latest_start_ms=row[7],
+    candidates, holdings = [], []
+    for row in session.connection().execute(_market_statement(claimer.is_night), asked):
+        if row.batch_id is None:
+            holdings.append(Holding(project_id=row.project_id, vtime=int(row.vtime), tokens=int(row.tokens)))
+            continue
+        candidates.append(
+            Candidate(
+                batch_id=row.batch_id,
+                project_id=row.project_id,
+                weight=row.weight,
+                vtime=int(row.vtime),
+                priority=row.priority,
+                expires_ms=row.expires_ms,
+                created_ms=row.created_ms,
+                latest_start_ms=row.latest_start_ms,
+            )
         )
-        for row in rows
-    ]
+    return candidates, holdings
 
 
 @cache
-def _candidates_statement(is_night: bool) -> Select[*tuple[Any, ...]]:
-    """Served by ix_units_ready, once a batch."""
-    ready = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(_NOW)))
-    columns = (Batch.priority, Batch.expires_ms, Batch.created_ms, Batch.latest_start_ms)
-    return (
-        select(Batch.id, Batch.project_id, Project.weight, func.coalesce(Share.vtime, 0), *columns)
+def _market_statement(is_night: bool) -> CompoundSelect[*tuple[Any, ...]]:
+    """Served by ix_units_ready, once a batch, and by ix_units_lease. A row without a batch is what a project holds."""
+    first_ready = (
+        select(Unit.no)
+        .where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(_NOW))
+        .limit(1)
+        .scalar_subquery()  # unlike EXISTS it is never turned into a join over all units
+    )
+    times = (Batch.expires_ms, Batch.created_ms, Batch.latest_start_ms)
+    vtime = func.coalesce(Share.vtime, 0).label("vtime")
+    candidates = (
+        select(Batch.id.label("batch_id"), Batch.project_id, vtime, Project.weight, Batch.priority, *times)
+        .add_columns(literal_column("0", BigInt).label("tokens"))
         .join(Project, Project.id == Batch.project_id)
         .outerjoin(Share, and_(Share.project_id == Batch.project_id, Share.model_digest == _DIGEST))
         .where(
             Batch.status.in_((Status.IN_PROGRESS, Status.FINALIZING)),
             Batch.model_digest == _DIGEST,
             *_may_run(_NOW, is_night=is_night),
-            ready,
+            first_ready.is_not(None),
         )
     )
-
-
-def _holdings(session: Session, model_digest: str) -> list[Holding]:
-    """What the projects hold at this moment."""
-    rows = session.connection().execute(_holdings_statement(), {"p_digest": model_digest})
-    return [Holding(project_id=row[0], vtime=int(row[1]), tokens=int(row[2])) for row in rows]
-
-
-@cache
-def _holdings_statement() -> Select[*tuple[Any, ...]]:
-    """Served by ix_units_lease."""
-    return (
-        select(Unit.project_id, func.coalesce(func.max(Share.vtime), 0), func.sum(remaining_tokens()))
+    nothing = [cast(null(), Integer)] * 2 + [cast(null(), BigInt)] * 3
+    holdings = (
+        select(cast(null(), String), Unit.project_id, func.coalesce(func.max(Share.vtime), 0), *nothing)
+        .add_columns(cast(func.sum(remaining_tokens()), BigInt))
         .outerjoin(Share, and_(Share.project_id == Unit.project_id, Share.model_digest == Unit.model_digest))
         .where(Unit.state == "leased", Unit.model_digest == _DIGEST)
         .group_by(Unit.project_id)
     )
+    return union_all(candidates, holdings)
 
 
 def _take_panic_credit(session: Session, model_digest: str) -> bool:
@@ -259,18 +278,12 @@ def _add_share(session: Session, model_digest: str, project_id: str, vtime: int)
 # ---- the lock
 
 
-def _has_suspects(session: Session, model_digest: str) -> tuple[bool, int | None]:
-    """Whether a model has suspects at all, and its clock."""
-    row = session.connection().execute(_look_statement(), {"p_digest": model_digest}).one()
-    return bool(row[0]), row[1]
-
-
 @cache
-def _look_statement() -> Select[*tuple[Any, ...]]:
-    """Served by ix_units_suspect."""
+def _look_statement(now: str) -> Select[*tuple[Any, ...]]:
+    """The time, whether the model has suspects at all (served by ix_units_suspect), and its clock."""
     suspect = exists(select(Unit.id).where(Unit.model_digest == _DIGEST, Unit.is_suspect))
     clock = select(Share.vtime).where(Share.model_digest == _DIGEST, Share.project_id == _CLOCK)
-    return select(suspect, clock.scalar_subquery())
+    return select(literal_column(now, BigInt), suspect, clock.scalar_subquery())
 
 
 def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | None:

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_queries, poison_queries, progress_queries, retry
-from batchsvc.batches.claim_queries import Claimer, LeasedUnit
+from batchsvc.batches.claim_queries import LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
@@ -101,11 +101,8 @@ def claim(
     session: Session, model_digest: str, owner: str, lease_s: float, limit: int, *, is_night: bool = True
 ) -> list[ClaimedUnit]:
     """Lease at most `limit` of the best-ranked claimable units of a model to `owner`, in rank order."""
-    now = database_now_ms(session)
-    claimer = Claimer(
-        model_digest=model_digest, owner=owner, now_ms=now, lease_ms=now + _ms(lease_s), is_night=is_night
-    )
-    return _claimed(session, claim_queries.lease_best(session, claimer, limit))
+    best = claim_queries.lease_best(session, model_digest, owner, lease_s, limit, is_night=is_night)
+    return _claimed(session, best)
 
 
 def claim_poison(session: Session, owner: str, lease_s: float, limit: int) -> list[ClaimedUnit]:

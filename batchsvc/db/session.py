@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 _PAUSE_S = 0.02
 _SQLITE_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON")
-_SQLITE_NOW = "SELECT CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
-_POSTGRES_NOW = "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
+_SQLITE_NOW = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
+_POSTGRES_NOW = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
 
 
 class Database:
@@ -85,8 +85,12 @@ class Database:
 
 def database_now_ms(session: Session) -> int:
     """The database's own clock in milliseconds; leases and deadlines compare with nothing else."""
-    sqlite = session.get_bind().dialect.name == "sqlite"
-    return int(session.execute(text(_SQLITE_NOW if sqlite else _POSTGRES_NOW)).scalar_one())
+    return int(session.execute(text(f"SELECT {database_now_sql(session)}")).scalar_one())
+
+
+def database_now_sql(session: Session) -> str:
+    """The expression that reads the database's clock, for a statement that asks for more."""
+    return _SQLITE_NOW if session.get_bind().dialect.name == "sqlite" else _POSTGRES_NOW
 
 
 def _psycopg(url: str) -> str:

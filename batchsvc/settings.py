@@ -75,7 +75,9 @@ class Settings(BaseSettings):
         default="auto",
         description="weights in the engine; auto: int8 where it costs the model next to nothing, else bf16",
     )
-    kv_format: Literal["bf16", "float32"] = Field(default="bf16", description="format of the KV cache")
+    kv_format: Literal["auto", "int8", "bf16", "float32"] = Field(
+        default="auto", description="format of the KV cache; auto: int8 where weights are int8 by auto, else bf16"
+    )
     kv_bytes: int | None = Field(
         default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"
     )

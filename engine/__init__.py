@@ -17,9 +17,7 @@ __all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams", 
 
 # Read once, when torch loads: its threads sleep at the end of each operation instead of spinning for the next one.
 # With the API, the database or other workers on the same cores, spinning made steps 3 to 7 times slower.
-# A short spin stays: kernels follow each other within microseconds, and waking a thread takes longer than many of them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOME = {
     "Engine": "engine.engine",

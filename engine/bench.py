@@ -41,7 +41,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.model.config import ModelConfig
-from engine.quality import resolve_format
+from engine.quality import resolve_formats
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sched.order import common_prefix_tokens, plan_window
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="name, path or hf:owner/name")
     parser.add_argument("--limit", type=int, help="run only the first N lines")
     parser.add_argument("--quant", default="auto", choices=("auto", *WEIGHT_FORMATS), help="weight format")
-    parser.add_argument("--kv", default="bf16", choices=KV_FORMATS, help="KV format")
+    parser.add_argument("--kv", default="auto", choices=("auto", *KV_FORMATS), help="KV format")
     parser.add_argument(
         "--reproducible",
         action=argparse.BooleanOptionalAction,
@@ -236,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         path = str(locate(args.model, say=_say))
-        weight_format, quality = resolve_format(path, args.quant, _say)
+        formats, quality = resolve_formats(path, args.quant, args.kv, _say)
         config = EngineConfig(
             model=path,
-            weight_format=weight_format,
-            kv_format=args.kv,
+            weight_format=formats.weights,
+            kv_format=formats.kv,
             threads=args.threads,
             reproducible=args.reproducible,
         )

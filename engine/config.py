@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import ConfigError
 
 WEIGHT_BYTES = {"float32": 4, "bf16": 2, "int8": 1}
 WEIGHT_FORMATS = tuple(WEIGHT_BYTES)
-KV_FORMATS = ("float32", "bf16")
+KV_FORMATS = ("float32", "bf16", "int8")
+
+
+class Formats(NamedTuple):
+    """What a model runs in: one of WEIGHT_FORMATS, one of KV_FORMATS."""
+
+    weights: str
+    kv: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

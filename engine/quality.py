@@ -1,11 +1,11 @@
-"""What a weight format costs in quality: the same text through the format and through float32, position by position.
+"""What the formats of weights and KV cost in quality: the same text through the format and through float32, position by position.
 
     kl            mean of Σ p log(p / q), p the float32 model's next-token distribution and q the format's, in nats
     top1          share of positions at which both rank the same token first
     perplexity    exp(mean -log q(next token)) over the float32 model's
 
-`auto` means int8 where it stays within the limits below on this model, else bf16. A verdict is measured once a model,
-format and version of the arithmetic, and kept in the user's cache.
+`auto` means int8, of both, where it stays within the limits below on this model, else bf16. A verdict is measured once
+a model, formats and version of the arithmetic, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Formats
 from engine.errors import ConfigError, EngineError
 from engine.load.fetch import locate
 from engine.load.meta import ModelMeta, read_meta
@@ -35,7 +35,7 @@ from engine.text import load_text
 
 MOST_KL = 0.01
 MOST_PERPLEXITY = 1.01
-_VERSION = 1  # of the arithmetic: a new one measures again
+_VERSION = 2  # of the arithmetic: a new one measures again
 _MOST_TOKENS = 2048
 _CHUNK_TOKENS = 128
 _PARAMS = SamplingParams(max_tokens=1, temperature=0)
@@ -43,9 +43,10 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """One format against float32. `perplexity` is a ratio."""
+    """One pair of formats against float32. `perplexity` is a ratio."""
 
     weight_format: str
+    kv_format: str
     kl: float
     top1: float
     perplexity: float
@@ -56,39 +57,44 @@ class Quality:
         return self.kl <= MOST_KL and self.perplexity <= MOST_PERPLEXITY
 
 
-def resolve_format(model: str, requested: str, say: Callable[[str], None]) -> tuple[str, Quality | None]:
-    """The weight format to use for `requested`, and what is known of its quality (None: not measured)."""
-    if requested != "auto":
-        return requested, None
+def resolve_formats(
+    model: str, weight_format: str, kv_format: str, say: Callable[[str], None]
+) -> tuple[Formats, Quality | None]:
+    """The formats to use for those asked for, and what is known of their quality (None: not measured)."""
+    plain = Formats("bf16", "bf16" if kv_format == "auto" else kv_format)
+    if weight_format != "auto":
+        kv = "float32" if (weight_format, kv_format) == ("float32", "auto") else plain.kv
+        return Formats(weight_format, kv), None
+    wanted = Formats("int8", "int8" if kv_format == "auto" else kv_format)
     meta = read_meta(model)
-    quality = _kept(meta, "int8")
+    quality = _kept(meta, wanted)
     if quality is None:
         if not _can_measure(meta):
             say(f"{meta.name} runs in bf16: there is too little memory here to compare int8 with float32.")
-            return "bf16", None
+            return plain, None
         say(f"Measuring once what int8 costs {meta.name} in quality.")
         try:
-            quality = measure(model, "int8")
+            quality = measure(model, *wanted)
         except ConfigError as error:
             say(f"{meta.name} runs in bf16: {error}")
-            return "bf16", None
+            return plain, None
         _keep(meta, quality)
     if not quality.is_fused:
-        return "bf16", None
+        return plain, None
     if quality.is_good:
-        return "int8", quality
+        return wanted, quality
     say(
         f"{meta.name} runs in bf16: in int8 its mean KL would be {quality.kl:.4f} (at most {MOST_KL}) "
         f"and its perplexity {quality.perplexity:.4f} times that of float32 (at most {MOST_PERPLEXITY})."
     )
-    return "bf16", None
+    return plain, None
 
 
-def measure(model: str, weight_format: str) -> Quality:
+def measure(model: str, weight_format: str, kv_format: str = "bf16") -> Quality:
     """Runs the held-out text through both formats. Raises ModelError where the model can't be run."""
     ids = load_text(model).tokenizer.encode(resources.files("engine").joinpath("heldout.txt").read_text("utf-8"))
     exact = _Forward(model, "float32", "float32", ids)
-    other = _Forward(model, weight_format, "bf16", ids)
+    other = _Forward(model, weight_format, kv_format, ids)
     size = min(len(ids), _MOST_TOKENS, exact.runner.context_tokens)
     kl = agree = exact_nll = other_nll = 0.0
     for start in range(0, size, _CHUNK_TOKENS):
@@ -103,6 +109,7 @@ def measure(model: str, weight_format: str) -> Quality:
     ratio = float(torch.tensor((other_nll - exact_nll) / size).exp())
     return Quality(
         weight_format=weight_format,
+        kv_format=kv_format,
         kl=kl / size,
         top1=agree / size,
         perplexity=ratio,
@@ -141,20 +148,20 @@ def _can_measure(meta: ModelMeta) -> bool:
     return 6 * config.num_parameters < available_bytes()
 
 
-def _file(meta: ModelMeta, weight_format: str) -> Path:
+def _file(meta: ModelMeta, formats: Formats) -> Path:
     folder = platformdirs.user_cache_path("batchsvc", appauthor=False) / "quality"
-    return folder / f"{meta.digest[:24]}-{weight_format}-v{_VERSION}.json"
+    return folder / f"{meta.digest[:24]}-{formats.weights}-kv-{formats.kv}-v{_VERSION}.json"
 
 
-def _kept(meta: ModelMeta, weight_format: str) -> Quality | None:
+def _kept(meta: ModelMeta, formats: Formats) -> Quality | None:
     try:
-        return Quality(**json.loads(_file(meta, weight_format).read_text("utf-8")))
+        return Quality(**json.loads(_file(meta, formats).read_text("utf-8")))
     except (OSError, ValueError, TypeError):  # never measured, or not readable: measure
         return None
 
 
 def _keep(meta: ModelMeta, quality: Quality) -> None:
-    path = _file(meta, quality.weight_format)
+    path = _file(meta, Formats(quality.weight_format, quality.kv_format))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".partial")
@@ -165,13 +172,16 @@ def _keep(meta: ModelMeta, quality: Quality) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m engine.quality MODEL [--format F]`: prints one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m engine.quality", description="Measure a weight format's quality.")
+    """`python -m engine.quality MODEL [--format F] [--kv F]`: prints one JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.quality", description="Measure what formats cost in quality."
+    )
     parser.add_argument("model", help="name, path or hf:owner/name")
     parser.add_argument("--format", default="int8", choices=("int8", "bf16"))
+    parser.add_argument("--kv", default="bf16", choices=("bf16", "int8"))
     args = parser.parse_args(argv)
     try:
-        quality = measure(str(locate(args.model)), args.format)
+        quality = measure(str(locate(args.model)), args.format, args.kv)
     except EngineError as error:
         sys.stderr.write(f"The quality can't be measured: {error}\n")
         return 1

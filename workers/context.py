@@ -22,6 +22,7 @@ from batchsvc.dispatch import CeleryDispatcher
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from engine.config import Formats
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.text import load_text
@@ -83,8 +84,8 @@ def open_engine_run(settings: Settings) -> EngineRun:
     _check_services(db, store)
     path = locate(settings.model)
     meta = read_meta(path)
-    weight_format = None if settings.engine == "fake" else _weight_format(settings, path)
-    engine = _fake_engine(settings, path) if weight_format is None else _engine(settings, path, weight_format)
+    formats = None if settings.engine == "fake" else _formats(settings, path)
+    engine = _fake_engine(settings, path) if formats is None else _engine(settings, path, formats)
     return EngineRun(
         settings,
         db,
@@ -93,7 +94,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
         engine,
         digest=meta.digest,
         owner=new_owner(),
-        weight_format=weight_format,
+        formats=formats,
     )
 
 
@@ -114,26 +115,26 @@ def _check_services(db: Database, store: ObjectStore) -> None:
     store.ensure_bucket()
 
 
-def _weight_format(settings: Settings, path: Path) -> str:
-    from engine.quality import resolve_format
+def _formats(settings: Settings, path: Path) -> Formats:
+    from engine.quality import resolve_formats
 
-    weight_format, _ = resolve_format(str(path), settings.weight_format, _say)
-    return weight_format
+    formats, _ = resolve_formats(str(path), settings.weight_format, settings.kv_format, _say)
+    return formats
 
 
 def _say(sentence: str) -> None:
     log.info("engine.note", says=sentence)
 
 
-def _engine(settings: Settings, path: Path, weight_format: str) -> EngineLike:
+def _engine(settings: Settings, path: Path, formats: Formats) -> EngineLike:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
     return Engine(
         EngineConfig(
             model=str(path),
-            weight_format=weight_format,
-            kv_format=settings.kv_format,
+            weight_format=formats.weights,
+            kv_format=formats.kv,
             kv_bytes=settings.kv_bytes,
             step_tokens=settings.step_tokens,
             max_running=settings.max_running,

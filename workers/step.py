@@ -65,11 +65,11 @@ class EngineRun:
         *,
         digest: str,
         owner: str,
-        weight_format: str | None = None,
+        formats: Formats | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.digest = digest
-        self._weight_format = weight_format  # None: the fake engine has no weights
+        self._formats = formats  # None: the fake engine has no weights
         self.owner = owner
         self._settings = settings
         self._db = db
@@ -141,9 +141,9 @@ class EngineRun:
 
     def _register(self, session: Session) -> None:
         worker_queries.register(session, self.owner, self.digest)
-        if self._weight_format is not None:
-            formats = {"weight_format": self._weight_format, "kv_format": self._settings.kv_format}
-            worker_queries.note_formats(session, self.digest, **formats)
+        if self._formats is not None:
+            weights, kv = self._formats
+            worker_queries.note_formats(session, self.digest, weight_format=weights, kv_format=kv)
 
     def admit(self) -> None:
         """Use a ticket: blocks until there is room for a unit, then claims one."""

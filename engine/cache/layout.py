@@ -10,6 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+SCALE_BYTES = 4
+"""Of the scale that each token and head has in an int8 cache."""
+
 
 class Layout(Protocol):
     """The shapes of one block of keys and of values, and their way to and from [n, kv_heads, tokens, head_dim]."""
@@ -40,6 +43,29 @@ class TokenLayout:
 
     def k_to_wire(self, blocks: Tensor) -> Tensor:
         return blocks.transpose(1, 2)
+
+    v_to_wire = k_from_wire = v_from_wire = k_to_wire
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledPairLayout:
+    """int8 in the order of PairLayout, and behind each head's values one float32 scale a token, as bytes.
+
+    It travels between processes as it lies.
+    """
+
+    tokens: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return (self.kv_heads, self.tokens * (self.head_dim + SCALE_BYTES))
+
+    v_shape = k_shape
+
+    def k_to_wire(self, blocks: Tensor) -> Tensor:
+        return blocks
 
     v_to_wire = k_from_wire = v_from_wire = k_to_wire
 

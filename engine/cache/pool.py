@@ -7,7 +7,7 @@ On the wire (`export_blocks`), version 1, little-endian, whatever the layout in 
     4 bytes  length of the layout id, then the layout id (UTF-8)
     4 bytes  number of blocks n
     4 bytes  CRC-32 of the payload
-    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]
+    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]; int8: each head's bytes as ScaledPairLayout has them
 A pool takes in only bytes whose layout id equals its own.
 """
 
@@ -23,19 +23,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.cache.layout import Layout
+from engine.cache.layout import SCALE_BYTES, Layout
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
 from engine.sched.plan import BlockCopy
 
 _MAGIC = b"BSKV\0\0\0\1"
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def block_bytes(model: ModelConfig, kv_format: str, block_tokens: int) -> int:
     """Bytes of one block, all layers, K and V."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPES[kv_format].itemsize
-    return per_token * block_tokens
+    scale = SCALE_BYTES if kv_format == "int8" else 0
+    per_head = model.head_dim * DTYPES[kv_format].itemsize + scale
+    return 2 * model.num_layers * model.num_kv_heads * per_head * block_tokens
 
 
 class KVPool:
@@ -67,8 +68,9 @@ class KVPool:
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Overwrites blocks with NaN, so that whoever reads them is seen."""
-        self._k[:, self._ids(blocks)] = float("nan")
-        self._v[:, self._ids(blocks)] = float("nan")
+        poison = float("nan") if self._k.is_floating_point() else -1  # all bits set: the scales are NaN
+        self._k[:, self._ids(blocks)] = poison
+        self._v[:, self._ids(blocks)] = poison
 
     def export_blocks(self, blocks: Sequence[int]) -> bytes:
         """The contents of `blocks` in the wire layout."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.cache.layout import Layout
+from engine.errors import ConfigError
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.torch_tier import TorchKernels
 from engine.kernels.values import Matrix, Product, Rows
@@ -91,8 +92,16 @@ def choose(
         from engine.kernels.cpu.build import BuildError
 
         try:
-            return CpuKernels(model, weight_format=weight_format, block_tokens=block_tokens, reproducible=reproducible)
+            return CpuKernels(
+                model,
+                weight_format=weight_format,
+                block_tokens=block_tokens,
+                kv_format=kv_format,
+                reproducible=reproducible,
+            )
         except BuildError as error:
+            if kv_format == "int8":
+                raise ConfigError(f"int8 KV needs the compiled kernels: {error}. Use the KV format bf16.") from error
             say(f"Attention and row kernels run in plain torch, which is slower: {error}.")
     return TorchKernels(model, weight_format=weight_format, kv_format=kv_format, block_tokens=block_tokens)
 

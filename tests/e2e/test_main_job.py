@@ -49,6 +49,7 @@ def test_the_sample_job_goes_through_the_whole_service(tmp_path: Path) -> None:
     assert cached == total["input_tokens_details"]["cached_tokens"]
     assert cached > 0.8 * total["input_tokens"], "the shared system prompt is computed once"
     assert batch["weight_format"] in ("int8", "bf16")
+    assert batch["kv_format"] in ("int8", "bf16")
     with sqlite3.connect(directory.database) as ledger:
         (earned,) = ledger.execute("SELECT SUM(amount_nanos) FROM ledger_entries WHERE account = 'revenue'").fetchone()
         (balance,) = ledger.execute("SELECT SUM(amount_nanos) FROM ledger_entries").fetchone()

@@ -1,4 +1,4 @@
-"""The verbs on CPU: int8 or bf16 matmuls (our own on AMX tiles, else torch's), the rest in C++ kernels, bf16 KV.
+"""The verbs on CPU: int8 or bf16 matmuls (our own on AMX tiles, else torch's), the rest in C++ kernels.
 
 `matmul.cpp`, `rows.cpp` and `attention.cpp` say what each kernel computes; this module checks layouts and passes
 pointers.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cache.layout import PairLayout
+from engine.cache.layout import Layout, PairLayout, ScaledPairLayout
 from engine.kernels import int8, reference
 from engine.kernels.cpu.build import BuildError, library
 from engine.kernels.spans import SequenceSpan, shared_spans
@@ -45,10 +45,18 @@ class CpuKernels:
     is_fused = True
 
     def __init__(
-        self, model: ModelConfig, *, weight_format: str, block_tokens: int, reproducible: bool = False
+        self,
+        model: ModelConfig,
+        *,
+        weight_format: str,
+        block_tokens: int,
+        kv_format: str = "bf16",
+        reproducible: bool = False,
     ) -> None:
         _check(model, block_tokens)
-        self.layout = PairLayout(block_tokens, model.num_kv_heads, model.head_dim)
+        self._is_kv_int8 = kv_format == "int8"
+        layout = ScaledPairLayout if self._is_kv_int8 else PairLayout
+        self.layout: Layout = layout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model
         self._is_int8 = weight_format == "int8"
         self._reproducible = reproducible
@@ -124,7 +132,8 @@ class CpuKernels:
             _pointer(sin),
             _pointer(slots),
             ctypes.c_float(model.head_dim**-0.5 * math.log2(math.e)),
-            ctypes.c_int64(k_cache.stride(0)),
+            self._is_kv_int8,
+            ctypes.c_int64(k_cache.stride(0) * k_cache.itemsize),
             _pointer(q),
             _pointer(k_cache),
             _pointer(v_cache),
@@ -150,7 +159,8 @@ class CpuKernels:
             model.num_heads,
             model.num_kv_heads,
             model.head_dim,
-            ctypes.c_int64(k_cache.stride(0)),
+            self._is_kv_int8,
+            ctypes.c_int64(k_cache.stride(0) * k_cache.itemsize),
             _pointer(q),
             _pointer(k_cache),
             _pointer(v_cache),

@@ -57,48 +57,78 @@ template <class P> void add_rows(const P& p, int rows, int width, float* residua
     }
 }
 
+struct Caches {  // of one layer; see chunk.h
+  uint8_t *k, *v;
+  int64_t block_bytes;
+  bool is_int8;
+};
+
+// One token's key or value of one head, float32 [dim], to slot `at` of its block.
+inline void write_k(uint8_t* block, const float* x, int dim, int at) {
+  alignas(64) uint16_t line[512];
+  for (int i = 0; i < dim; i += 16) store_bf16(line + i, load(x + i));
+  for (int i = 0; i < dim / 2; i++) std::memcpy(block + i * 64 + at * 4, line + 2 * i, 4);
+}
+
+// The partner of a last even token is read with weight 0, so it must not be NaN. Where this step writes it
+// (`has_partner`: rows of a sequence ascend), it is left alone: another thread may have been there already.
+inline void write_v(uint8_t* block, const float* x, int dim, int at, bool has_partner) {
+  alignas(64) uint16_t line[512];
+  for (int i = 0; i < dim; i += 16) store_bf16(line + i, load(x + i));
+  uint16_t* pair = (uint16_t*)block + (at / 2) * dim * 2 + at % 2;
+  for (int i = 0; i < dim; i++) pair[i * 2] = line[i];
+  if (at % 2 == 0 && !has_partner) for (int i = 0; i < dim; i++) pair[i * 2 + 1] = 0;
+}
+
+inline void write_int8(uint8_t* block, const float* x, int dim, int at, bool is_v) {
+  alignas(64) int8_t line[512];
+  const float scale = quantize_row(x, dim, line);
+  std::memcpy(block + dim * 16 + at * 4, &scale, 4);
+  if (is_v) {
+    int8_t* pair = (int8_t*)block + (at / 2) * dim * 2 + at % 2;
+    for (int i = 0; i < dim; i++) pair[i * 2] = line[i];
+  } else {
+    for (int i = 0; i < dim / 2; i++) std::memcpy(block + i * 32 + at * 2, line + 2 * i, 2);
+  }
+}
+
 // Dequantize, add the bias, turn by the rotary angle, scale q; K and V go to their slots of the paged cache.
 template <class P>
 void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_heads, int dim, const float* cosine,
-                    const float* sine, const int64_t* slots, float q_scale, int64_t block_stride, uint16_t* q, uint16_t* k, uint16_t* v) {
+                    const float* sine, const int64_t* slots, float q_scale, const Caches& to, uint16_t* q) {
   const int half = dim / 2;
+  const int64_t head_bytes = to.block_bytes / kv_heads;
 #pragma omp parallel for schedule(static) if (rows >= FEW)
   for (int m = 0; m < rows; m++) {
     const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
     const int64_t block = slots[m] / 16, at = slots[m] % 16;
-    alignas(64) uint16_t line[512];
+    const bool has_partner = m + 1 < rows && slots[m + 1] == slots[m] + 1;
+    alignas(64) float x[512];
     for (int h = 0; h < heads + 2 * kv_heads; h++) {
       const bool is_q = h < heads, is_v = h >= heads + kv_heads;
       const int64_t base = (int64_t)h * dim;
-      uint16_t* to = is_q ? q + ((int64_t)m * heads + h) * dim : line;
-      if (is_v) {
-        for (int i = 0; i < dim; i += 16) {
-          f32x16 x = p.at(m, base + i);
-          if (bias) x += load(bias + base + i);
-          store_bf16(to + i, x);
-        }
-      } else {
+      for (int i = 0; i < dim; i += 16) {
+        f32x16 y = p.at(m, base + i);
+        if (bias) y += load(bias + base + i);
+        store(x + i, y);
+      }
+      if (!is_v) {
         const f32x16 scale = splat(is_q ? q_scale : 1.f);
         for (int i = 0; i < half; i += 16) {
-          f32x16 a = p.at(m, base + i), b = p.at(m, base + half + i), co = load(c + i), si = load(s + i);
-          if (bias) { a += load(bias + base + i); b += load(bias + base + half + i); }
-          store_bf16(to + i, (a * co - b * si) * scale);
-          store_bf16(to + half + i, (b * co + a * si) * scale);
+          const f32x16 a = load(x + i), b = load(x + half + i), co = load(c + i), si = load(s + i);
+          store(x + i, (a * co - b * si) * scale);
+          store(x + half + i, (b * co + a * si) * scale);
         }
       }
-      if (is_q) continue;
-      if (is_v) {
-        uint16_t* vb = v + block * block_stride + (int64_t)(h - heads - kv_heads) * dim * 16 + (at / 2) * dim * 2 + at % 2;
-        for (int i = 0; i < dim; i++) vb[i * 2] = line[i];
-        // The partner of a last even token is read with weight 0, so it must not be NaN. Where this step writes it
-        // (rows of a sequence ascend),
-        // it is left alone: another thread may have been there already.
-        const bool is_written = m + 1 < rows && slots[m + 1] == slots[m] + 1;
-        if (at % 2 == 0 && !is_written) for (int i = 0; i < dim; i++) vb[i * 2 + 1] = 0;
-      } else {
-        uint16_t* kb = k + block * block_stride + (int64_t)(h - heads) * dim * 16 + at * 2;
-        for (int i = 0; i < half; i++) std::memcpy(kb + i * 32, line + 2 * i, 4);
+      if (is_q) {
+        for (int i = 0; i < dim; i += 16) store_bf16(q + ((int64_t)m * heads + h) * dim + i, load(x + i));
+        continue;
       }
+      const int kv_head = is_v ? h - heads - kv_heads : h - heads;
+      uint8_t* head = (is_v ? to.v : to.k) + block * to.block_bytes + kv_head * head_bytes;
+      if (to.is_int8) write_int8(head, x, dim, at, is_v);
+      else if (is_v) write_v(head, x, dim, at, has_partner);
+      else write_k(head, x, dim, at);
     }
   }
 }
@@ -147,10 +177,11 @@ void add(int kind, const void* x, const float* row, const float* column, int row
 }
 
 void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, int rows, int heads,
-               int kv_heads, int dim, const float* cosine, const float* sine, const int64_t* slots, float q_scale,
-               int64_t block_stride, uint16_t* q, uint16_t* k, uint16_t* v) {
+               int kv_heads, int dim, const float* cosine, const float* sine, const int64_t* slots, float q_scale, int is_int8,
+               int64_t block_bytes, uint16_t* q, uint8_t* k, uint8_t* v) {
+  const Caches to{k, v, block_bytes, is_int8 != 0};
   visit(kind, x, row, column, (heads + 2 * (int64_t)kv_heads) * dim, [&](auto p) {
-    store_qkv_rows(p, bias, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, block_stride, q, k, v);
+    store_qkv_rows(p, bias, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, to, q);
   });
 }
 

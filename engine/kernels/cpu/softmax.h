@@ -36,17 +36,19 @@ struct Keys {
   const int32_t* blocks;
   int num_blocks, next_blocks;
   bool is_cold;  // nobody has read them just now: worth prefetching
+  const float *k_scale = nullptr, *v_scale = nullptr;  // one a token of the chunk, where values are int8
 };
 
 // score -> weight and total of each row. `seen[r]` keys of the chunk are visible to row r (0 to 64). Weights are relative
 // to `top`, which follows the largest score only when that has grown by more than GROWTH: then `mixed` is rescaled.
-inline void weigh(Tile& t, int dim, const int* seen) {
+template <bool IS_SCALED> void weigh(Tile& t, int dim, const int* seen, const Keys& keys) {
   const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int r = 0; r < t.n; r++) {
     if (seen[r] <= 0) { std::memset(t.weight[r], 0, sizeof t.weight[r]); continue; }
     f32x16 s[CHUNK_BLOCKS];
     for (int b = 0; b < CHUNK_BLOCKS; b++) {
       s[b] = load(t.score[r] + b * BLOCK);
+      if (IS_SCALED) s[b] *= load(keys.k_scale + b * BLOCK);
       if (seen[r] < CHUNK) s[b] = lane < (i32x16{} + (seen[r] - b * BLOCK)) ? s[b] : splat(LOWEST);
     }
     const f32x16 most = maximum(maximum(s[0], s[1]), maximum(s[2], s[3]));
@@ -54,8 +56,10 @@ inline void weigh(Tile& t, int dim, const int* seen) {
     for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] = exp2_fast(s[b] - splat(t.top[r]));
     if (seen[r] < CHUNK)
       for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] = lane < (i32x16{} + (seen[r] - b * BLOCK)) ? s[b] : f32x16{};
+    store(t.total[r], load(t.total[r]) + ((s[0] + s[1]) + (s[2] + s[3])));
+    if (IS_SCALED)
+      for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] *= load(keys.v_scale + b * BLOCK);
     store_bf16_pair(t.weight[r], s[0], s[1]);
     store_bf16_pair(t.weight[r] + 32, s[2], s[3]);
-    store(t.total[r], load(t.total[r]) + ((s[0] + s[1]) + (s[2] + s[3])));
   }
 }

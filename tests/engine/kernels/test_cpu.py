@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cache.layout import PairLayout
 from engine.kernels import choose
 from engine.kernels.cpu import BLOCK_TOKENS, CpuAttentionPlan, CpuKernels
-from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.cpu.build import _FLAGS, BuildError, library
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.torch_tier import TorchKernels
 from engine.kernels.values import Rows
@@ -37,10 +38,15 @@ FORMATS = ("int8", "bf16")
 LOG2_E = math.log2(math.e)  # weights are powers of two, so queries carry this factor
 
 
-def tiers(weight_format: str, **changes: int) -> tuple[CpuKernels, TorchKernels]:
+def tiers(weight_format: str, kv_format: str = "bf16", **changes: int) -> tuple[CpuKernels, TorchKernels]:
     model = replace(MODEL, **changes)
-    cpu = CpuKernels(model, weight_format=weight_format, block_tokens=BLOCK_TOKENS)
+    cpu = CpuKernels(model, weight_format=weight_format, kv_format=kv_format, block_tokens=BLOCK_TOKENS)
     return cpu, TorchKernels(model, weight_format=weight_format, kv_format="bf16", block_tokens=BLOCK_TOKENS)
+
+
+def without_tiles() -> tuple[str, ...]:
+    """What the compiler is told where the processor has no AMX."""
+    return (*_FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -139,6 +145,38 @@ def test_qkv_lands_where_it_belongs(weight_format: str, slots: list[int]) -> Non
     assert k[untouched].isnan().all()
 
 
+def scaled_blocks(pair: PairLayout, wire: torch.Tensor, is_v: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """wire [n, kv_heads, tokens, dim] as int8 blocks with scales (cache/layout.py), and as the values these stand for."""
+    scale = wire.float().abs().amax(dim=-1, keepdim=True) / 127
+    values = (wire.float() / scale).round()
+    ordered = (pair.v_from_wire if is_v else pair.k_from_wire)(values).to(torch.int8).flatten(2)
+    return torch.cat((ordered, scale[..., 0].contiguous().view(torch.int8)), dim=2).contiguous(), values * scale
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [47, 16, 17, 5], [33, 14, 15]])
+def test_int8_kv_is_quantized_by_token_and_head(slots: list[int]) -> None:
+    cpu, torch_tier = tiers("bf16", "int8")
+    heads = MODEL.num_heads + 2 * MODEL.num_kv_heads
+    matrix, x = random(heads * MODEL.head_dim, MODEL.hidden) / 10, random(len(slots), MODEL.hidden, seed=1)
+    turns, at = random(len(slots), MODEL.head_dim // 2, seed=2), torch.tensor(slots)
+    k, v = (torch.full((3, *cpu.layout.k_shape), -1, dtype=torch.int8) for _ in range(2))
+    cpu.store_qkv(cpu.linear(cpu.pack_rows(x), cpu.pack_matrix(matrix, None)), turns.cos(), turns.sin(), k, v, at)
+    want_k, want_v = filled_caches(torch_tier, 3)
+    product = torch_tier.linear(torch_tier.pack_rows(x), torch_tier.pack_matrix(matrix, None))
+    torch_tier.store_qkv(product, turns.cos(), turns.sin(), want_k, want_v, at)
+    pair, size = PairLayout(BLOCK_TOKENS, MODEL.num_kv_heads, MODEL.head_dim), BLOCK_TOKENS * MODEL.head_dim
+    for got, want, back in ((k, want_k, pair.k_to_wire), (v, want_v, pair.v_to_wire)):
+        shape = pair.k_shape if back == pair.k_to_wire else pair.v_shape
+        values = back(got[..., :size].reshape(3, *shape)).float()
+        scale = got[..., size:].contiguous().view(torch.float32)
+        wire = torch_tier.layout.k_to_wire(want)
+        written = ~wire.isnan()
+        assert scale.isnan().equal(wire[..., 0].isnan()), "nothing else was written"
+        assert_near(
+            (values * scale[..., None])[written].view(-1, MODEL.head_dim), wire[written].view(-1, MODEL.head_dim), 1.1
+        )
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [heads, dim] scaled, k and v [length, kv_heads, dim] -> [heads * dim] in float64."""
     share = q.shape[0] // k.shape[1]
@@ -149,16 +187,20 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(
+    kv_format=st.sampled_from(["bf16", "int8"]),
+    has_tiles=st.booleans(),
     shared=st.sampled_from([0, 3, 4, 9, 16]),
     own=st.lists(st.tuples(st.integers(1, 150), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=6),
     heads=st.sampled_from([(2, 1), (6, 2), (4, 4), (8, 1)]),
     dim=st.sampled_from([32, 64, 96, 128]),
 )
 def test_attention_is_dense_attention_and_grouping_changes_no_bit(
-    shared: int, own: list[tuple[int, int]], heads: tuple[int, int], dim: int
+    kv_format: str, has_tiles: bool, shared: int, own: list[tuple[int, int]], heads: tuple[int, int], dim: int
 ) -> None:
     num_heads, kv_heads = heads
-    cpu, _ = tiers("bf16", num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim)
+    cpu, _ = tiers("bf16", kv_format, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim)
+    if not has_tiles:
+        cpu._lib = library(without_tiles())
     prefix, tokens = tuple(range(shared)), BLOCK_TOKENS
     sequences, needed, row = [], shared, 0
     for length, size in own:
@@ -169,7 +211,12 @@ def test_attention_is_dense_attention_and_grouping_changes_no_bit(
         sequences.append(SequenceSpan(row, size, shared * tokens + length - size, table))
         row += size
     wire = random(2, needed, kv_heads, tokens, dim, seed=shared).bfloat16()
-    k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
+    if kv_format == "int8":
+        pair = PairLayout(tokens, kv_heads, dim)
+        (k, exact_k), (v, exact_v) = (scaled_blocks(pair, wire[side], bool(side)) for side in (0, 1))
+        wire = torch.stack((exact_k, exact_v))
+    else:
+        k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
     q = (random(row, num_heads, dim, seed=1) * dim**-0.5).bfloat16()
     got = cpu.attend(q, k, v, cpu.plan_attention(sequences))
     for seq in sequences:

@@ -120,8 +120,7 @@ def test_a_batch_survives_kills_a_drain_and_a_wiped_redis(
         until(lambda: world.batch(batch_id).status == Status.COMPLETED, "the end of the batch")
     world.judge(batch_id, Status.COMPLETED)
     assert len(world.result(batch_id, "output")) == 400
-    crashes = sum(unit.crash_count for unit in world.units(batch_id))
-    assert crashes >= 1
+    assert any(unit.epoch > 1 for unit in world.units(batch_id)), "what was interrupted was claimed again"
     most = max(executions(Path(env["BATCHSVC_FAKE_WITNESS"])).values())
     assert most <= 3, "nothing runs more often than it was interrupted"
     assert num_workers(world) <= 1, "only the killed worker's row is left, for the reaper"

@@ -15,6 +15,8 @@ import pytest
 import redis
 
 from batchsvc.batches.lifecycle import Status
+from engine.load.meta import read_meta
+from tests.tiny import make_tiny_model
 from tests.workers.conftest import World
 from tests.workers.test_processes import environment, holds, process, until
 from tests.workers.test_unfinished import generated, same_as, undisturbed
@@ -181,16 +183,21 @@ def test_after_kill_9_another_worker_goes_on(sqlite_world: World, env: dict[str,
 
 @pytest.mark.slow
 def test_killed_again_and_again_little_is_generated_twice(
-    sqlite_world: World, env: dict[str, str], tiny: tuple[Path, str]
+    sqlite_world: World, env: dict[str, str], tmp_path: Path
 ) -> None:
     """64 lines of 2,000 tokens, kill -9 every 60 s, flushes every 5 s: all of it at six times the pace."""
+    long_enough = make_tiny_model(tmp_path / "long", context_tokens=4_096)
     sqlite_world.params = LONG
     changes = {
+        "BATCHSVC_MODEL": str(long_enough),
         "BATCHSVC_FAKE_TOKENS_PER_S": "2500",
         "BATCHSVC_MAX_RUNNING": "64",
         "BATCHSVC_WAITING_REQUESTS": "64",
         "BATCHSVC_FLUSH_S": str(5 / 6),
     }
-    killed, ratio = rerun(sqlite_world, env | changes, tiny, lines=64, tokens=2_000, every_s=10.0, most_s=280, kills=99)
+    model = (long_enough, read_meta(long_enough).digest)
+    killed, ratio = rerun(
+        sqlite_world, env | changes, model, lines=64, tokens=2_000, every_s=10.0, most_s=280, kills=99
+    )
     assert killed >= 3
     assert ratio < 1.1

@@ -1,4 +1,4 @@
-"""What the formats of weights and KV cost in quality: the same text through the format and through float32, position by position.
+"""What the formats of weights and KV cost in quality: the same text through them and through float32.
 
     kl            mean of Σ p log(p / q), p the float32 model's next-token distribution and q the format's, in nats
     top1          share of positions at which both rank the same token first

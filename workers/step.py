@@ -36,6 +36,7 @@ from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from engine.config import Formats
 from workers.breaker import Breaker
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump

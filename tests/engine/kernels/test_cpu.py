@@ -146,7 +146,7 @@ def test_qkv_lands_where_it_belongs(weight_format: str, slots: list[int]) -> Non
 
 
 def scaled_blocks(pair: PairLayout, wire: torch.Tensor, is_v: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """wire [n, kv_heads, tokens, dim] as int8 blocks with scales (cache/layout.py), and as the values these stand for."""
+    """wire [n, kv_heads, tokens, dim] as int8 blocks with scales (cache/layout.py), and the values these are."""
     scale = wire.float().abs().amax(dim=-1, keepdim=True) / 127
     values = (wire.float() / scale).round()
     ordered = (pair.v_from_wire if is_v else pair.k_from_wire)(values).to(torch.int8).flatten(2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from batchsvc.batches import plan_queries, window, window_file
@@ -27,6 +27,28 @@ from engine.errors import ModelError
 from engine.text import TextModel
 
 
+class KnownIds:
+    """The custom_ids of finished windows that this process has read, of the last few batches that it planned.
+
+    Windows' objects are immutable, so their keys say what is known; without this each window would read all before it.
+    """
+
+    _MOST_BATCHES = 2
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[str, ...], SeenIds]] = {}
+
+    def of(self, batch_id: str, keys: tuple[str, ...]) -> tuple[int, SeenIds]:
+        """How many of these windows, from the first on, are known, and what is known of them."""
+        known, seen = self._kept.get(batch_id, ((), SeenIds()))
+        return (len(known), seen.finished()) if keys[: len(known)] == known else (0, SeenIds())
+
+    def keep(self, batch_id: str, keys: tuple[str, ...], seen: SeenIds) -> None:
+        kept = {name: found for name, found in self._kept.items() if name != batch_id}
+        newest = list(kept.items())[1 - self._MOST_BATCHES :]
+        self._kept = {**dict(newest), batch_id: (keys, seen.finished())}
+
+
 @dataclass(frozen=True, slots=True)
 class PlanContext:
     """What planning works with. `text_loader` gives the text side of the model at a path; it may keep them."""
@@ -35,6 +57,7 @@ class PlanContext:
     store: ObjectStore
     settings: Settings
     text_loader: Callable[[str], TextModel]
+    known_ids: KnownIds = field(default_factory=KnownIds)
 
 
 class BatchFailedError(Exception):
@@ -130,11 +153,14 @@ class WindowReader:
             )
 
     def _seen_ids(self) -> SeenIds:
-        seen = SeenIds()
-        for finished in self._claim.finished_windows:
+        windows, batch_id = self._claim.finished_windows, self._claim.batch_id
+        keys = tuple(finished.key for finished in windows)
+        num_known, seen = self._context.known_ids.of(batch_id, keys)
+        for finished in windows[num_known:]:
             self._keep()
             data = verified(self._context.store.get, finished.key, finished.sha256)
             seen.add_finished(*window_file.read(data))
+        self._context.known_ids.keep(batch_id, keys, seen)
         return seen
 
     def _resolve_anew(self, name: str) -> str | None:

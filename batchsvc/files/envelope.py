@@ -61,6 +61,12 @@ class SeenIds:
         self._high, self._low, self._lines = high[order], low[order], lines[order]
         self._sorted = self._high.data
 
+    def finished(self) -> SeenIds:
+        """The finished windows alone, to begin another one after them."""
+        other = SeenIds()
+        other._high, other._low, other._lines, other._sorted = self._high, self._low, self._lines, self._sorted
+        return other
+
     def first_use(self, custom_id: str, line_no: int) -> int | None:
         """The line that used `custom_id` before, or None, and then it is remembered for `line_no`."""
         digest = _digest(custom_id)

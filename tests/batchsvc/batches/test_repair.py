@@ -174,3 +174,27 @@ def test_planning_starts_over_when_ids_of_a_finished_window_are_damaged(planned:
     assert small.rows(Window, batch_id) == []
     assert small.plan(batch_id) == PlanProgress.DONE
     assert small.lines(batch_id) == expected
+
+
+def test_ids_of_finished_windows_are_read_once_a_process(planned: Planned) -> None:
+    small = planned.with_settings(window_lines=2)
+    reads: list[str] = []
+
+    class Counting(ObjectStore):
+        def get(self, key: str) -> bytes:
+            reads.append(key)
+            return super().get(key)
+
+    def context() -> PlanContext:
+        return PlanContext(small.db, Counting(small.context.settings), small.context.settings, lambda _: small.text)
+
+    for contexts, is_once in ([one := context()] * 2, True), ([one, context()], False):
+        reads.clear()
+        batch_id = small.add_batch(DATA, on_invalid="skip")
+        progress, turn = PlanProgress.AGAIN, 0
+        while progress == PlanProgress.AGAIN:
+            progress = planning.plan_next_window(contexts[turn % 2], batch_id, "w")
+            turn += 1
+        errors = small.rejected(batch_id)
+        assert [row["error"]["code"] for row in errors.values() if row["error"]].count("duplicate_custom_id") == 1
+        assert (len(reads) == len(set(reads)) == len(small.rows(Window, batch_id)) - 1) is is_once

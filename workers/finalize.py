@@ -14,8 +14,9 @@ the reaper sends the task again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -147,9 +148,11 @@ class _Attempt:
             self._clear_earlier()
             with self._db.reading() as session:
                 windows = finalize_queries.windows(session, self._lease.batch_id)
+                parts = [finalize_queries.parts(session, self._lease.batch_id, window.no) for window in windows]
             with PartReader(self._fetch) as reader:
-                for window in windows:
-                    self._merge(window, reader)
+                found = reader.read(chain.from_iterable(parts))  # the next window's while one is merged
+                for window, its_parts in zip(windows, parts, strict=True):
+                    self._merge(window, islice(found, len(its_parts)))
                     failpoints.reach("window.merged")
             if not self._is_sound:
                 raise _StoppedError
@@ -188,11 +191,9 @@ class _Attempt:
         ]
         self._db.run(lambda session: garbage_queries.discard(session, earlier))
 
-    def _merge(self, window: WindowToMerge, reader: PartReader) -> None:
-        with self._db.reading() as session:
-            parts = finalize_queries.parts(session, self._lease.batch_id, window.no)
+    def _merge(self, window: WindowToMerge, parts: Iterator[PartRows | DamagedPart]) -> None:
         with WindowSpool(self._settings.spool_bytes, self._spool_directory) as spool:
-            for found in reader.read(parts):
+            for found in parts:
                 self._check()
                 if isinstance(found, DamagedPart):
                     self._void(found)

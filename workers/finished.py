@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from batchsvc.batches.finalize_queries import PartToMerge
 from batchsvc.batches.part_file import PartRows
 
 _THREADS = 4
-_AHEAD = 8  # parts that are read before they are asked for
+_AHEAD = 16  # parts that are read before they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PartReader:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def read(self, parts: Sequence[PartToMerge]) -> Iterator[PartRows | DamagedPart]:
+    def read(self, parts: Iterable[PartToMerge]) -> Iterator[PartRows | DamagedPart]:
         """What is in these parts, in their order."""
         ahead: deque[Future[PartRows | DamagedPart]] = deque()
         for part in parts:

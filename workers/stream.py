@@ -1,14 +1,16 @@
 """A result stream: rows appended in pieces become one S3 object, by multipart upload once it is large.
 
 S3 refuses small parts, so what is under `PART_BYTES` is carried on to the next append; a stream that stays under it
-is one PUT, and a stream without rows is no object at all. A thread hashes and uploads a part while the next is put
-together. The object is written once, under a token of this stream: an answer that gets lost is found in the store.
+is one PUT, and a stream without rows is no object at all. A thread hashes and uploads parts while the next ones are
+put together; at most `_MOST_WAITING` of them wait for it. The object is written once, under a token of this stream:
+an answer that gets lost is found in the store.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from batchsvc.store.s3 import BusyError, ObjectStore
 from workers.merge import Rows
 
 PART_BYTES = 8 * 1024 * 1024
+_MOST_WAITING = 8
 _GROWS_EVERY = 1_000  # parts; S3 takes 10,000
 _CONTENT_TYPE = "application/jsonl"
 
@@ -61,13 +64,14 @@ class ResultStream:
         self._upload_id: str | None = None
         self._etags: list[str] = []
         self._uploader = ThreadPoolExecutor(1, f"upload-{key.rpartition('/')[2]}")
-        self._sending: Future[None] | None = None
+        self._num_sent = 0
+        self._sending: deque[Future[None]] = deque()
 
     def append(self, rows: Rows) -> None:
         """Add rows. Raises UploadLostError, also for earlier rows."""
         self._carry += rows.data
         self.num_lines += rows.num_lines
-        while len(self._carry) >= (part_bytes := PART_BYTES * (1 + len(self._etags) // _GROWS_EVERY)):
+        while len(self._carry) >= (part_bytes := PART_BYTES * (1 + self._num_sent // _GROWS_EVERY)):
             self._send(part_bytes)
 
     def finish(self) -> StreamedObject | None:
@@ -94,7 +98,7 @@ class ResultStream:
     def _complete(self, upload_id: str) -> str:
         if self._carry:
             self._send(len(self._carry))
-        self._wait()
+        self._wait(0)
         return self._call(
             lambda: self._store.complete_multipart(
                 self.key, upload_id, self._etags, writer=self._writer, size_bytes=self._size_bytes
@@ -109,16 +113,15 @@ class ResultStream:
             self._on_upload(self.key, self._upload_id)
         data = bytes(memoryview(self._carry)[:size_bytes])
         del self._carry[:size_bytes]
-        self._wait()
-        self._sending = self._uploader.submit(self._upload, self._upload_id, data)
+        self._wait(_MOST_WAITING)
+        self._num_sent += 1
+        self._sending.append(self._uploader.submit(self._upload, self._upload_id, self._num_sent, data))
 
-    def _wait(self) -> None:
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            sending.result()
+    def _wait(self, most: int) -> None:
+        while len(self._sending) > most:
+            self._sending.popleft().result()
 
-    def _upload(self, upload_id: str, data: bytes) -> None:
-        number = len(self._etags) + 1
+    def _upload(self, upload_id: str, number: int, data: bytes) -> None:
         self._etags.append(self._call(lambda: self._store.upload_part(self.key, upload_id, number, data)))
         self._count(data)
 

@@ -103,7 +103,7 @@ def error_rows(line_nos: Sequence[int], rows: Sequence[bytes]) -> PartRows:
 
 
 def _text(data: bytes) -> bytes:
-    return zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    return zstandard.ZstdDecompressor().decompress(data)  # `encode` has noted the size in the frame
 
 
 def _decode_line(line: bytes) -> PartLine:

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int REST = 32;      // of a row's state beside the output
+constexpr int FEW_KEYS = 2048;  // of one span: they are read sooner than other threads would wake
 constexpr int END = 1 << 30;  // last chunk of a span that goes as far as its rows do
 
 struct Shape { int heads, kv_heads, dim; int64_t block_bytes; };  // K and V alike
@@ -156,7 +157,8 @@ template <class Cache> void attend_step(const Step& x, const int32_t* spans, con
 #if HAS_AMX
   const bool use_amx = amx_allowed() && x.s.dim % 32 == 0;
 #endif
-#pragma omp parallel
+  const bool is_big = levels > 1 || level_ends[0] > 1 || x.lengths[0] > FEW_KEYS;
+#pragma omp parallel if (is_big)
   {
 #if HAS_AMX
     if (use_amx) attend_levels<AmxDots, Cache>(x, spans, level_ends, levels);

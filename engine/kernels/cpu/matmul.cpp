@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int PANEL = 32, BLOCK_ROWS = 256, TILE_BYTES = 1024;
+constexpr int64_t FEW_BYTES = 2 << 20;  // products that are done sooner than other threads would wake
 
 // Tiles: 0 to 3 are the sums (2 by 2), 4 and 5 rows, 6 and 7 weights.
 struct Int8 {
@@ -33,6 +34,7 @@ struct Operands {
   const uint8_t *rows, *tiles;
   const float *row_scale, *column_scale;  // null for bf16
   int num_rows, num_columns, row_bytes;
+  bool is_big() const { return (int64_t)num_rows * num_columns * row_bytes > FEW_BYTES; }
   const uint8_t* tile(int column16) const { return tiles + (int64_t)column16 * (row_bytes / 64) * TILE_BYTES; }
 };
 
@@ -200,7 +202,7 @@ void matmul(OPERANDS, void* out) {
   const Operands x = GIVEN;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel
+#pragma omp parallel if (x.is_big())
     for_each_panel<Dot>(x, Store<typename Dot::Sum>{(typename Dot::Sum*)out});
   });
 }
@@ -209,7 +211,7 @@ void matmul_add(OPERANDS, float* residual) {
   const Operands x = GIVEN;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel
+#pragma omp parallel if (x.is_big())
     for_each_panel<Dot>(x, Add<typename Dot::Sum>{residual});
   });
 }
@@ -221,7 +223,7 @@ void matmul_best(OPERANDS, int64_t* columns) {
     using Dot = decltype(dot);
     using Top = Best<typename Dot::Sum>;
     std::vector<typename Top::Row> all;
-#pragma omp parallel
+#pragma omp parallel if (x.is_big())
     {
 #pragma omp single
       all.resize((int64_t)omp_get_num_threads() * num_rows);
@@ -244,7 +246,7 @@ void matmul_silu(OPERANDS, float* scratch, int8_t* q, float* scale, uint16_t* ha
   const int inner = num_columns / 2;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel
+#pragma omp parallel if (x.is_big())
     {
       for_each_panel<Dot>(x, SiluMul<typename Dot::Sum>{scratch});
 #pragma omp for schedule(static)

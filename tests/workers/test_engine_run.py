@@ -157,6 +157,7 @@ def test_a_unit_taken_away_is_dropped_and_run_by_its_new_owner(world: World) -> 
         with world.db.transaction() as session:  # one transaction: the owner renews whenever it can
             session.execute(update(Unit).where(Unit.batch_id == batch_id).values(lease_ms=0))
             assert unit_queries.free_expired(session) == 1
+            session.flush()
             mine = unit_queries.claim(session, DIGEST, "other", 30, 1)[0]
         until(lambda: run._units.num_live() == 0, "the old owner lets go")
         lines = finish(world, mine)

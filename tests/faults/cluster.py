@@ -17,13 +17,13 @@ from typing import Any, Literal
 import httpx
 import orjson
 import redis
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import models, part_file
-from batchsvc.batches.tables import Batch, Part, Unit
+from batchsvc.batches.tables import Batch, Part, Unit, Worker
 from batchsvc.billing import service as billing
-from batchsvc.db.session import Database
+from batchsvc.db.session import Database, database_now_ms
 from batchsvc.settings import Settings
 from batchsvc.stack.services import choose_ports
 from batchsvc.store.s3 import ObjectStore
@@ -338,6 +338,12 @@ class Cluster:
         with self.db.reading() as session:
             units = session.scalars(select(Unit).where(*mine))
             return [unit for unit in units if job is None or unit.batch_id == job.id]
+
+    def silence_s(self) -> float:
+        """How long ago the last heartbeat of the most silent worker was, by the database's clock."""
+        with self.db.reading() as session:
+            oldest = session.scalar(select(func.min(Worker.beat_ms)))
+            return (database_now_ms(session) - int(oldest or 0)) / 1000
 
     def change_batch(self, job: Job, **values: Any) -> None:
         """Set columns of the row, as an operator's hand or a clock would."""

@@ -9,10 +9,9 @@ import pytest
 from sqlalchemy import create_engine, func, select, text
 
 from batchsvc.batches.claim_rank import VTIME_PER_TOKEN
-from batchsvc.batches.tables import Part, Share, Worker
+from batchsvc.batches.tables import Part, Share
 from batchsvc.clock import monotonic_s
 from batchsvc.db import migrate
-from batchsvc.db.session import database_now_ms
 from tests.faults import judge as judging
 from tests.faults.cluster import Cluster
 from tests.faults.judge import Verdict
@@ -39,12 +38,6 @@ def administrator(cluster: Cluster) -> Iterator[Callable[[str], list[tuple[objec
 
         yield run
     engine.dispose()
-
-
-def silence_s(cluster: Cluster) -> float:
-    with cluster.db.reading() as session:
-        oldest = session.scalar(select(func.min(Worker.beat_ms)))
-        return (database_now_ms(session) - int(oldest or 0)) / 1000
 
 
 def test_row_46_connections_killed_inside_transactions(cluster: Cluster, judge: Judge) -> None:
@@ -198,7 +191,7 @@ def test_row_54_the_heartbeat_has_a_connection_of_its_own(cluster: Cluster, judg
         cluster.until(lambda: run(waiting) != [(0,)], "a commit waits for the batch's row")
         began = monotonic_s()
         while monotonic_s() - began < 8:
-            cluster.until(lambda: silence_s(cluster) < 5, "the heart beats on")
+            cluster.until(lambda: cluster.silence_s() < 5, "the heart beats on")
         run("ROLLBACK")
     assert engine.is_alive
     assert sum(unit.crash_count for unit in cluster.units(job)) == crashes, "no lease was lost"

@@ -30,8 +30,7 @@ def planned_and_run(cluster: Cluster, count: int = 100) -> Job:
     return job
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.quick_faults
+@pytest.mark.parametrize("point", [*POINTS[:3], pytest.param(POINTS[3], marks=pytest.mark.quick_faults), POINTS[4]])
 def test_row_57_a_finalizer_that_comes_back_finds_it_done(cluster: Cluster, judge: Judge, point: str) -> None:
     job = planned_and_run(cluster)
     first = cluster.start("control", failpoints=f"{point}=stop@1")
@@ -51,7 +50,6 @@ def test_row_57_a_finalizer_that_comes_back_finds_it_done(cluster: Cluster, judg
     assert_one_published_set(cluster, job.id)
 
 
-@pytest.mark.quick_faults
 def test_row_57_both_start_in_the_same_moment(cluster: Cluster, judge: Judge) -> None:
     job = planned_and_run(cluster)
     for _ in range(3):

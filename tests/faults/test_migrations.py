@@ -69,8 +69,16 @@ class Migrating:
         self.process.communicate()
 
 
-@pytest.mark.parametrize("empty_database", ["sqlite", "postgresql"], indirect=True)
-@pytest.mark.parametrize("stop_after", [EARLY, pytest.param(LATE, marks=pytest.mark.quick_faults)])
+@pytest.mark.parametrize(
+    ("empty_database", "stop_after"),
+    [
+        ("sqlite", EARLY),
+        pytest.param("sqlite", LATE, marks=pytest.mark.quick_faults),
+        ("postgresql", EARLY),
+        ("postgresql", LATE),
+    ],
+    indirect=["empty_database"],
+)
 def test_row_72_one_of_four_migrations_is_killed(empty_database: str, tmp_path: Path, stop_after: int) -> None:
     with ExitStack() as stack:
 

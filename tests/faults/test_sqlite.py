@@ -26,7 +26,6 @@ def check_integrity(path: Path) -> None:
     connection.close()
 
 
-@pytest.mark.quick_faults
 def test_row_42_a_full_disk_under_sqlite(cluster: Cluster, judge: Judge, tmp_path: Path) -> None:
     pages = tmp_path / "pages"
     pages.write_text("1000000")

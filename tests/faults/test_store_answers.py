@@ -67,7 +67,6 @@ def test_row_36_a_part_that_was_stored_and_failed_gets_a_new_key(cluster: Cluste
     assert len(cluster.parts(job)) == len({part.s3_key for part in cluster.parts(job)})
 
 
-@pytest.mark.quick_faults
 def test_row_37_what_is_cut_or_bent_on_the_way_is_read_again(cluster: Cluster, judge: Judge) -> None:
     with s3_proxied(cluster) as proxy:
         cluster.start("control")

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import select
 
-from batchsvc.batches.tables import Segment, Worker
+from batchsvc.batches.tables import Segment
 from batchsvc.clock import monotonic_s
-from batchsvc.db.session import database_now_ms
 from batchsvc.store import keys
 from tests.faults import judge as judging
 from tests.faults.cluster import Cluster, Job
@@ -29,13 +28,6 @@ pytestmark = pytest.mark.faults
 
 def claims(cluster: Cluster, job: Job) -> int:
     return sum(unit.epoch for unit in cluster.units(job))
-
-
-def silence_s(cluster: Cluster) -> float:
-    """How long the last heartbeat of the most silent worker is ago."""
-    with cluster.db.reading() as session:
-        oldest = session.scalar(select(func.min(Worker.beat_ms)))
-        return (database_now_ms(session) - int(oldest or 0)) / 1000
 
 
 def usual_audit(cluster: Cluster) -> int:
@@ -62,7 +54,7 @@ def test_row_39_a_store_that_is_down_stops_the_claims_and_costs_nothing(cluster:
         cluster.until(lambda: all("part.not_written" in engine.text() for engine in engines), "both have noticed")
         done, claimed, began = cluster.num_done(job), claims(cluster, job), monotonic_s()
         while monotonic_s() - began < 16:  # two leases
-            cluster.until(lambda: silence_s(cluster) < 6, "the heart beats on")
+            cluster.until(lambda: cluster.silence_s() < 6, "the heart beats on")
             assert cluster.num_done(job) == done, "nothing counts that isn't stored"
         assert claims(cluster, job) <= claimed + len(engines), "nothing is claimed while nothing can be stored"
         assert all(engine.is_alive for engine in engines)
@@ -84,7 +76,7 @@ def test_row_40_a_slow_store_slows_no_heartbeat(cluster: Cluster, judge: Judge) 
             proxy.set(direction, link)
         slow_since, done = monotonic_s(), cluster.num_done(job)
         cluster.until(lambda: cluster.num_done(job) > done and monotonic_s() - slow_since > 12, "a part counts, slowly")
-        assert silence_s(cluster) < 6, "the heart beats on"
+        assert cluster.silence_s() < 6, "the heart beats on"
         assert not any(unit.crash_count for unit in cluster.units(job)), "no lease was lost"
         proxy.heal()
         cluster.wait(job, "completed")
@@ -117,8 +109,7 @@ def test_row_41_a_store_killed_during_a_multipart_upload(cluster: Cluster, tmp_p
             mine.close()
 
 
-@pytest.mark.quick_faults
-@pytest.mark.parametrize("damage", ["bent", "gone"])
+@pytest.mark.parametrize("damage", [pytest.param("bent", marks=pytest.mark.quick_faults), "gone"])
 def test_row_43_a_damaged_part_is_run_again_and_paid_once(cluster: Cluster, judge: Judge, damage: str) -> None:
     planner = cluster.start("control")
     job = cluster.submit(100)

@@ -124,7 +124,6 @@ def test_row_70_nothing_of_others_is_read_or_changed(cluster: Cluster, judge: Ju
     judge(job)
 
 
-@pytest.mark.quick_faults
 def test_row_70_urls_of_lines_lead_nowhere(cluster: Cluster) -> None:
     """A line names where it goes; anything but the batch's endpoint is refused, and nothing is ever fetched."""
     cluster.start("control")

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchsvc.cli.console import Console
+from batchsvc.clock import now_ms
 from batchsvc.money import format_dollars
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ class Progress:
 class Meter:
     """Turns successive batch objects into Progress."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = lambda: now_ms() / 1000
+    ) -> None:
         self._now = now
         self._wall = wall
         self._start: float | None = None

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import psutil
@@ -31,6 +32,7 @@ from tests.dispatchers import NullDispatcher
 from tests.servers import S3Server, fresh_database
 
 LINE = b'{"custom_id":"1"}\n'
+T = TypeVar("T")
 
 
 def post(api: Api, content: bytes | Iterator[bytes], boundary: str = "B") -> httpx.Response:
@@ -188,6 +190,10 @@ class LostAnswers:
             yield session
         self._has_failed = True
         raise OperationalError("COMMIT", {}, Exception("connection lost"))
+
+    def run(self, work: Callable[[Session], T]) -> T:
+        with self.transaction() as session:
+            return work(session)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:

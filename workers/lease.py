@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from batchsvc import failpoints
 from batchsvc.batches import unit_queries, worker_queries
-from batchsvc.batches.unit_queries import RenewedUnit
+from batchsvc.batches.unit_queries import Claim, RenewedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from workers.breaker import Breaker
@@ -42,7 +42,7 @@ class Beat(NamedTuple):
 class LeaseKeeper:
     """Renews what it was told to hold, and reports what was lost and what has to stop.
 
-    `on_lost` and `on_stop` get unit ids, on the renewal thread; each unit is reported as lost once.
+    `on_lost` gets claims and `on_stop` unit ids, on the renewal thread; each claim is reported as lost once.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LeaseKeeper:
         renew_s: float,
         beat: Callable[[], Beat],
         breaker: Breaker,
-        on_lost: Callable[[list[str]], None],
+        on_lost: Callable[[list[Claim]], None],
         on_stop: Callable[[list[str]], None],
         on_crash: Callable[[Exception], None],
     ) -> None:
@@ -88,12 +88,12 @@ class LeaseKeeper:
         with self._lock:
             self._proof_s[unit_id], self._epochs[unit_id] = since_s, epoch
 
-    def forget(self, unit_ids: Iterable[str]) -> None:
-        """Stop caring for units that are done, released or lost."""
+    def forget(self, claims: Iterable[Claim]) -> None:
+        """Stop caring for claims that are done, released or lost."""
         with self._lock:
-            for unit_id in unit_ids:
-                self._proof_s.pop(unit_id, None)
-                self._epochs.pop(unit_id, None)
+            for unit_id, epoch in claims:
+                if self._epochs.get(unit_id) == epoch:
+                    del self._proof_s[unit_id], self._epochs[unit_id]
 
     def is_held(self, unit_id: str) -> bool:
         """Whether the unit is certainly ours at this moment: nothing is written for one that isn't."""
@@ -113,7 +113,7 @@ class LeaseKeeper:
             with self._lock:
                 for unit_id in alive & self._proof_s.keys():
                     self._proof_s[unit_id] = began
-            self._report(lost=[unit_id for unit_id in held if unit_id not in alive])
+            self._report(lost=[Claim(unit_id, epoch) for unit_id, epoch in held.items() if unit_id not in alive])
             self._tell([unit.id for unit in renewed if unit.is_stopping and unit.id in alive])
         self.fence()
 
@@ -131,22 +131,22 @@ class LeaseKeeper:
         """Give up what can't be renewed any more. Never waits."""
         with self._lock:
             held = dict(self._epochs)
-        late = [unit_id for unit_id in held if not self.is_held(unit_id)]
+        late = [Claim(unit_id, epoch) for unit_id, epoch in held.items() if not self.is_held(unit_id)]
         if late:
             with self._lock:
-                self._given_up |= {unit_id: held[unit_id] for unit_id in late if unit_id in self._epochs}
-            log.warning("lease.fenced", units=late)
+                self._given_up |= {unit_id: epoch for unit_id, epoch in late if unit_id in self._epochs}
+            log.warning("lease.fenced", units=[claim.unit_id for claim in late])
             self._report(late)
 
     def _tell(self, stopping: list[str]) -> None:
         if stopping:
             self._on_stop(stopping)
 
-    def _report(self, lost: list[str]) -> None:
+    def _report(self, lost: list[Claim]) -> None:
         with self._lock:
-            lost = [unit_id for unit_id in lost if unit_id in self._proof_s]
+            lost = [claim for claim in lost if self._epochs.get(claim.unit_id) == claim.epoch]
         if lost:
-            log.info("lease.gone", units=lost)
+            log.info("lease.gone", units=[claim.unit_id for claim in lost])
             self.forget(lost)
             self._on_lost(lost)
 

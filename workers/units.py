@@ -23,7 +23,7 @@ from batchsvc import failpoints
 from batchsvc.batches import repair_queries, unit_file, unit_queries
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.resume_file import Unfinished
-from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.batches.unit_queries import Claim, ClaimedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.errors import NotFoundError, ServiceError, UnavailableError
@@ -57,7 +57,7 @@ class LeasesOf(Protocol):
     """What a source asks of its lease keeper."""
 
     def hold(self, unit_id: str, epoch: int, since_s: float) -> None: ...
-    def forget(self, unit_ids: Iterable[str]) -> None: ...
+    def forget(self, claims: Iterable[Claim]) -> None: ...
 
 
 class PartsOf(Protocol):
@@ -76,7 +76,7 @@ class PartsOf(Protocol):
         delay_s: float = 0,
         unfinished: Sequence[Unfinished] = (),
     ) -> None: ...
-    def drop(self, unit_id: str) -> None: ...
+    def drop(self, claim: Claim) -> None: ...
 
 
 class EngineOf(Protocol):
@@ -247,11 +247,11 @@ class UnitSource:
         known = (to_unfinished(row, self._engine.generated(row.request_id)) for row in rows)
         return [sequence for sequence in known if sequence is not None]
 
-    def lost(self, unit_ids: Iterable[str]) -> None:
+    def lost(self, claims: Iterable[Claim]) -> None:
         """These are someone else's: stop them, write nothing more for them."""
-        for unit_id in unit_ids:
-            self._forget(unit_id)
-            self._parts.drop(unit_id)
+        for claim in claims:
+            self._forget(claim)
+            self._parts.drop(claim)
 
     def stop(self, unit_ids: Iterable[str], *, crashed: bool = False) -> None:
         """Give these back: abort what runs, keep what is finished and what was generated."""
@@ -269,8 +269,8 @@ class UnitSource:
     def ended(self, unit: ClaimedUnit, is_done: bool) -> None:
         """A unit's last word is written."""
         log.info("unit.ended", unit=unit.id, batch=unit.batch_id, done=is_done)
-        self._forget(unit.id)
-        self._leases.forget([unit.id])
+        self._forget(unit.claim)
+        self._leases.forget([unit.claim])
         self._on_end(unit, is_done)
         self._engine.wake()
 
@@ -300,12 +300,14 @@ class UnitSource:
             unit_ids = list(self._live)
         self.stop(unit_ids, crashed=crashed)
 
-    def _forget(self, unit_id: str) -> None:
+    def _forget(self, claim: Claim) -> None:
         with self._changed:
-            live = self._live.pop(unit_id, None)
-            requests = self._detach(live) if live else []
-            if live:
-                self._news.append((unit_id, None))
+            live = self._live.get(claim.unit_id)
+            if live is None or live.unit.epoch != claim.epoch:
+                return
+            del self._live[claim.unit_id]
+            requests = self._detach(live)
+            self._news.append((claim.unit_id, None))
         self._engine.abort(requests)
 
     def _detach(self, live: _LiveUnit) -> list[str]:
@@ -392,7 +394,7 @@ class UnitSource:
             return False
         except DamagedObjectError as error:
             log.warning("unit.damaged", unit=unit.id, batch=unit.batch_id, key=error.key, reason=error.reason)
-            self._leases.forget([unit.id])
+            self._leases.forget([unit.claim])
             try:
                 self._db.run(lambda session: repair_queries.return_unit(session, unit.id, unit.epoch))
             except DBAPIError as failed:  # whoever claims it next finds the same
@@ -419,6 +421,8 @@ class UnitSource:
             "unit.claimed", unit=unit.id, epoch=unit.epoch, batch=unit.batch_id, requests=len(rows), resumed=resumed
         )
         live = _LiveUnit(unit, {row.request_id: row for row in rows})
+        if (earlier := self._live.get(unit.id)) is not None:  # lost, freed and claimed again before anybody noticed
+            self.lost([earlier.unit.claim])
         with self._changed:
             self._parts.begin(unit)
             self._live[unit.id] = live

@@ -24,7 +24,7 @@ from batchsvc import failpoints
 from batchsvc.batches import resume_queries, unit_queries
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.resume_queries import SavedSequences
-from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
+from batchsvc.batches.unit_queries import Claim, ClaimedUnit, NewPart
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
@@ -108,7 +108,7 @@ class Writer:
         breaker: Breaker,
         unfinished: Callable[[str], list[Unfinished]],
         on_end: Callable[[ClaimedUnit, bool], None],
-        on_lost: Callable[[list[str]], None],
+        on_lost: Callable[[list[Claim]], None],
         on_crash: Callable[[Exception], None],
     ) -> None:
         self._db = db
@@ -154,7 +154,7 @@ class Writer:
     def begin(self, unit: ClaimedUnit) -> None:
         """A unit's sequences run from now on."""
         with self._changed:
-            buffer = self._buffers.setdefault(unit.id, _Buffer(unit))
+            buffer = self._of(unit)
             buffer.is_live, buffer.saved_s = True, monotonic_s()
             self._changed.notify_all()
 
@@ -184,21 +184,29 @@ class Writer:
         """No more lines come: write what is there, save what is unfinished, then, if it isn't done, `release` the
         unit."""
         with self._changed:
-            buffer = self._buffers.setdefault(unit.id, _Buffer(unit))
+            buffer = self._of(unit)
             buffer.is_ending, buffer.release, buffer.crashed = True, release, crashed
             buffer.delay_s, buffer.last_sequences = max(delay_s, buffer.delay_s), unfinished
             self._changed.notify_all()
 
-    def drop(self, unit_id: str) -> None:
+    def drop(self, claim: Claim) -> None:
         """Forget a unit that was lost."""
         with self._changed:
-            self._buffers.pop(unit_id, None)
+            buffer = self._buffers.get(claim.unit_id)
+            if buffer is not None and buffer.unit.epoch == claim.epoch:
+                del self._buffers[claim.unit_id]
             if not self._buffers:  # nothing is left whose writing could show that it works again
                 self._breaker.worked("writes")
             self._changed.notify_all()
 
+    def _of(self, unit: ClaimedUnit) -> _Buffer:
+        buffer = self._buffers.get(unit.id)
+        if buffer is None or buffer.unit.epoch != unit.epoch:  # what an earlier claim has left is void
+            buffer = self._buffers[unit.id] = _Buffer(unit)
+        return buffer
+
     def _aged(self, unit: ClaimedUnit) -> _Buffer:
-        buffer = self._buffers.setdefault(unit.id, _Buffer(unit))
+        buffer = self._of(unit)
         if not buffer.lines and not buffer.failures:
             buffer.since_s = monotonic_s()
         return buffer
@@ -334,13 +342,13 @@ class Writer:
         is_done = not buffer.num_left
         if is_done and buffer.saved_key:
             self._delete(buffer.saved_key)
-        self.drop(buffer.unit.id)
+        self.drop(buffer.unit.claim)
         self._on_end(buffer.unit, is_done)
 
     def _lose(self, buffer: _Buffer) -> bool:
         log.warning("unit.lost", unit=buffer.unit.id, epoch=buffer.unit.epoch, lines=len(buffer.lines))
-        self.drop(buffer.unit.id)
-        self._on_lost([buffer.unit.id])
+        self.drop(buffer.unit.claim)
+        self._on_lost([buffer.unit.claim])
         return False
 
     def _delete(self, key: str) -> None:

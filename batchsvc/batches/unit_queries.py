@@ -30,6 +30,13 @@ from batchsvc.db.session import database_now_ms
 UNFINISHED = ("pending", "ready", "leased")
 
 
+class Claim(NamedTuple):
+    """A unit under one epoch: what is lost or over is this claim of it, never a later one by the same owner."""
+
+    unit_id: str
+    epoch: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedUnit:
     """A unit that its claimer owns until the lease ends, with what a worker needs of its batch."""
@@ -51,6 +58,10 @@ class ClaimedUnit:
     rates: dict[str, Any]
     resume_key: str | None = None  # object with sequences that an earlier owner left unfinished, and its sha256
     resume_sha256: str | None = None
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.id, self.epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

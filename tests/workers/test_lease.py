@@ -9,6 +9,7 @@ import pytest
 from batchsvc.batches import unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Worker
+from batchsvc.batches.unit_queries import Claim
 from batchsvc.clock import monotonic_s
 from tests.workers.conftest import DIGEST, World
 from workers.breaker import Breaker
@@ -19,7 +20,7 @@ class Kept:
     """A keeper of two claimed units that notes what it reports."""
 
     def __init__(self, world: World, lease_s: float = 30) -> None:
-        self.lost: list[str] = []
+        self.lost: list[Claim] = []
         self.stopped: list[str] = []
         self.crashed: list[Exception] = []
         self.breaker = Breaker()
@@ -52,7 +53,7 @@ def test_what_is_renewed_is_held_and_what_was_reaped_is_lost_once(world: World) 
         assert unit_queries.release(session, first.id, first.epoch)
     kept.keeper.tick()
     kept.keeper.tick()
-    assert kept.lost == [first.id]
+    assert kept.lost == [first.claim]
     assert not kept.keeper.is_held(first.id) and kept.keeper.is_held(second.id)
 
 
@@ -63,7 +64,20 @@ def test_a_unit_that_was_claimed_anew_is_not_ours(world: World) -> None:
         unit_queries.release(session, first.id, first.epoch)
     world.db.run(lambda session: unit_queries.claim(session, DIGEST, "me", 30, 1))  # same owner, next epoch
     kept.keeper.tick()
-    assert kept.lost == [first.id]
+    assert kept.lost == [first.claim]
+
+
+def test_the_loss_of_a_claim_is_not_that_of_the_next_one(world: World) -> None:
+    kept = Kept(world)
+    first = kept.units[0]
+    with world.db.transaction() as session:
+        unit_queries.release(session, first.id, first.epoch)
+    (again,) = world.db.run(lambda session: unit_queries.claim(session, DIGEST, "me", 30, 1))
+    assert again.id == first.id
+    kept.keeper.hold(again.id, again.epoch, monotonic_s())
+    kept.keeper.forget([first.claim])  # told late, by whoever noticed last
+    kept.keeper.tick()
+    assert kept.keeper.is_held(again.id) and not kept.lost
 
 
 def test_units_of_a_stopped_batch_are_told(world: World) -> None:
@@ -82,7 +96,7 @@ def test_without_renewal_it_fences_itself_before_the_lease_is_over(
     time.sleep(0.6 * 5 / 6)
     assert not kept.keeper.is_held(kept.units[0].id), "no thread has to run for that"
     kept.keeper.tick()
-    assert sorted(kept.lost) == sorted(unit.id for unit in kept.units)
+    assert sorted(kept.lost) == sorted(unit.claim for unit in kept.units)
 
 
 def test_a_heartbeat_carries_the_worker(sqlite_world: World) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from batchsvc.batches import unit_queries
 from batchsvc.batches.resume_file import Unfinished
-from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.batches.unit_queries import Claim, ClaimedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.store.s3 import ObjectStore
 from tests.workers.conftest import DIGEST, World
@@ -30,7 +30,7 @@ class Desk:
         self.world = world
         self.batch_id = world.add_batch(num_lines=12, unit_lines=12)
         self.ended: list[tuple[str, bool]] = []
-        self.lost: list[str] = []
+        self.lost: list[Claim] = []
         self.crashed: list[Exception] = []
         self.breaker = Breaker()
         self.running: list[Unfinished] = []
@@ -143,22 +143,51 @@ def test_a_lost_unit_is_dropped_without_a_word(sqlite_world: World) -> None:
         sqlite_world.db.run(lambda session: unit_queries.seal(session, made.batch_id))
         made.writer.add(made.unit, made.lines)
         until(lambda: bool(made.lost), "the loss is told")
-        assert made.lost == [made.unit.id] and made.completed() == 0 and made.writer.num_bytes == 0
+        assert made.lost == [made.unit.claim] and made.completed() == 0 and made.writer.num_bytes == 0
 
 
 def test_nothing_is_written_for_a_unit_that_is_not_held(sqlite_world: World) -> None:
     with desk(sqlite_world) as made:
-        made.leases.forget([made.unit.id])
+        made.leases.forget([made.unit.claim])
         made.writer.add(made.unit, made.lines)
         until(lambda: bool(made.lost), "the loss is told")
         assert made.completed() == 0 and not list(sqlite_world.store.list_keys(f"batch/{made.batch_id}/part/"))
+
+
+def test_a_write_that_comes_too_late_leaves_the_next_claim_alone(sqlite_world: World) -> None:
+    """The same worker claims a unit again while a part of its first claim is still on its way (row 52)."""
+    storing, go_on = threading.Event(), threading.Event()
+
+    class Slow(ObjectStore):
+        def put(self, key: str, data: bytes, *, content_type: str = "application/octet-stream") -> str:
+            storing.set()
+            assert go_on.wait(30)
+            return super().put(key, data, content_type=content_type)
+
+    world = sqlite_world
+    with desk(world, store=Slow(world.settings)) as made:
+        made.writer.add(made.unit, made.lines)
+        assert storing.wait(30)
+        made.leases.forget([made.unit.claim])
+        made.writer.drop(made.unit.claim)
+        with world.db.transaction() as session:
+            assert unit_queries.release(session, made.unit.id, made.unit.epoch)
+        (again,) = world.db.run(lambda session: unit_queries.claim(session, DIGEST, "me", 30, 1))
+        made.leases.hold(again.id, again.epoch, monotonic_s())
+        made.writer.begin(again)
+        made.writer.add(again, finish(world, again))
+        go_on.set()
+        until(lambda: made.lost == [made.unit.claim], "the first claim is lost")
+        made.writer.end(again, release=False)
+        until(lambda: made.ended == [(again.id, True)], "the second is done")
+    assert made.completed() == 12
 
 
 def test_a_failure_to_write_is_forgotten_with_the_last_unit(sqlite_world: World) -> None:
     """Its worker would else wait for ever for a write that nobody makes."""
     with desk(sqlite_world) as made:
         made.breaker.failed("writes")
-        made.leases.forget([made.unit.id])
+        made.leases.forget([made.unit.claim])
         made.writer.add(made.unit, made.lines)
         until(lambda: bool(made.lost), "the loss is noticed")
         assert not made.breaker.is_open

@@ -36,6 +36,7 @@ def upgrade(database_url: str) -> None:
             if not database.is_sqlite:
                 connection.execute(text("SET LOCAL lock_timeout = 0"))
                 connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             config = _config(connection)
             _refuse_newer(connection, config)

@@ -46,7 +46,14 @@ class Database:
                 pool_recycle=1800,
                 connect_args={
                     "connect_timeout": 5,
-                    "options": "-c statement_timeout=30000 -c lock_timeout=10000",
+                    # a process that stops in the middle of a transaction must not hold its locks for ever
+                    "options": "-c statement_timeout=30000 -c lock_timeout=10000"
+                    " -c idle_in_transaction_session_timeout=15000",
+                    # and one whose server is gone without a word must learn of it within a lease
+                    "keepalives_idle": 10,
+                    "keepalives_interval": 5,
+                    "keepalives_count": 3,
+                    "tcp_user_timeout": 20000,
                 },
             )
         self._read_engine: Engine = self.engine.execution_options(read_only=True)

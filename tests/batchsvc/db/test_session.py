@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -76,3 +77,23 @@ def test_retries_are_bounded_and_an_error_of_ours_has_none(db: Database) -> None
     assert attempts == 4
     with pytest.raises(DBAPIError, match="nowhere"):
         db.run(lambda session: session.execute(text("SELECT * FROM nowhere")))
+
+
+def test_who_stops_in_the_middle_of_a_transaction_loses_it(db: Database) -> None:
+    """On PostgreSQL by the server's own watch; `run` then does it again."""
+    if db.is_sqlite:
+        return
+    with db.reading() as session:
+        assert session.execute(text("SHOW idle_in_transaction_session_timeout")).scalar_one() == "15s"
+    sleeps = [1.0, 0.0]
+
+    def dawdle(session: Session) -> None:
+        session.execute(text("SET LOCAL idle_in_transaction_session_timeout = 100"))
+        add(session, 1)
+        time.sleep(sleeps.pop(0))
+        add(session, 2)
+
+    db.run(dawdle)
+    with db.reading() as session:
+        assert not sleeps
+        assert session.execute(text("SELECT n FROM counts")).scalars().all() == [1, 1]

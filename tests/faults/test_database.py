@@ -46,10 +46,9 @@ def test_row_46_connections_killed_inside_transactions(cluster: Cluster, judge: 
         cluster.env["DATABASE_URL"] += f"?application_name={_VICTIM}"
         cluster.start("control")
         cluster.serve()
-        job = cluster.submit(300)
-        for _ in range(2):
-            cluster.start("engine")
-        cluster.wait(job, "in_progress")
+        job = cluster.submit(600)
+        workers = [cluster.start("engine") for _ in range(2)]
+        cluster.until(lambda: all(cluster.holds(worker, job) for worker in workers), "both work")
         killed, began = 0, monotonic_s()
         while killed < 60 and cluster.batch(job).status == "in_progress" and monotonic_s() - began < 60:
             backends = run(f"SELECT pid FROM pg_stat_activity WHERE application_name = '{_VICTIM}' AND state <> 'idle'")
@@ -65,7 +64,8 @@ def test_row_46_connections_killed_inside_transactions(cluster: Cluster, judge: 
         cluster.until(lambda: cluster.batch(job).status == "completed" or monotonic_s() - began > 90, "some bad time")
         proxy.heal()
         cluster.wait(job, "completed")
-        assert len(judge(job).output) == 300
+        assert all(worker.is_alive for worker in workers)
+        assert len(judge(job).output) == 600
 
 
 @pytest.mark.quick_faults

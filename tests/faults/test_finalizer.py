@@ -85,9 +85,11 @@ def test_row_58_killed_before_and_after_complete(cluster: Cluster, judge: Judge,
 
 
 @pytest.mark.quick_faults
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_row_59_a_part_between_sealing_and_reading_counts_no_more(
     cluster: Cluster, judge: Judge, tmp_path: Path
 ) -> None:
+    """On PostgreSQL: a process that is stopped while it writes to SQLite keeps everybody else from writing."""
     gate = tmp_path / "gate"
     cluster.start("control")
     job = cluster.submit(100)

@@ -18,6 +18,8 @@ class Project(Base):
     salt: Mapped[str] = mapped_column(String(64))
     weight: Mapped[int] = mapped_column(Integer, default=1)
     quota_tokens: Mapped[int | None] = mapped_column(BigInt)  # of all unfinished batches; null: the setting's
+    budget_nanos: Mapped[int | None] = mapped_column(BigInt)  # the most that it may spend in a month (UTC)
+    is_prepaid: Mapped[bool] = mapped_column(Boolean, default=False)  # it spends only what was topped up
     created_ms: Mapped[Millis]
 
 

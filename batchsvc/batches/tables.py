@@ -67,7 +67,11 @@ class Batch(Base):
         Json
     )  # {"tier": {...}, "standard": {...}}, pinned when the model is
     aliases: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the alias table, pinned at creation
-    reserved_nanos: Mapped[Nanos]
+    reserved_nanos: Mapped[Nanos]  # all that was ever reserved for it; less the cost, what it holds
+    max_cost_nanos: Mapped[int | None] = mapped_column(BigInt)  # the extension `max_cost` of create
+    has_budget: Mapped[bool] = mapped_column(Boolean, default=True)  # false: in progress, and waits for money
+    wanted_nanos: Mapped[Nanos]  # what it then waits for
+    over_budget: Mapped[Count]  # lines that ended as `budget_exceeded`
     on_quota: Mapped[str] = mapped_column(String(8), default="wait")  # wait, or fail, when the quota is full
     has_quota: Mapped[bool] = mapped_column(Boolean, default=True)  # false: in progress, and waits for quota
     est_tokens: Mapped[Count]  # predicted work: the sum of its units'
@@ -124,7 +128,8 @@ class Window(Base):
     line_nos_key: Mapped[str] = mapped_column(String(512), default="")  # object: line numbers and custom_ids
     line_nos_sha256: Mapped[str] = mapped_column(String(64), default="")
     is_damaged: Mapped[bool] = mapped_column(Boolean, default=False)  # an object of its plan has to be rebuilt
-    reserve_nanos: Mapped[Nanos]
+    reserve_nanos: Mapped[Nanos]  # the most that its lines can cost
+    high_nanos: Mapped[Nanos]  # what they cost if their answers are long
 
 
 class Unit(Base):
@@ -180,6 +185,7 @@ class Unit(Base):
     ticket_ms: Mapped[Count]  # when a ticket was last sent
     done_bitmap: Mapped[bytes] = mapped_column(LargeBinary)  # bit i: line i of the unit file, in file order
     num_done: Mapped[int] = mapped_column(Integer, default=0)
+    granted_nanos: Mapped[Nanos]  # of what its batch holds, the share that its owner may spend while it is leased
     crash_count: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without progress in between
     is_suspect: Mapped[bool] = mapped_column(Boolean, default=False)  # runs alone until it makes progress
     parent_id: Mapped[str | None] = mapped_column(String(64))  # the unit that this one was split from
@@ -218,6 +224,7 @@ class Part(Base):
     output_tokens: Mapped[Count]
     cost_nanos: Mapped[Nanos]
     standard_nanos: Mapped[Nanos]
+    over_budget: Mapped[Count]  # of its error lines, those that there was no money for
     created_ms: Mapped[Millis]
 
 

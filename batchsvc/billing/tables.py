@@ -1,4 +1,4 @@
-"""Tables of money: the price book, usage rows and the double-entry ledger. All but prices are append-only."""
+"""Tables of money: the price book, usage rows and the double-entry ledger. Append-only, but for `balances`."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ class UsageRow(Base):
 
 
 class LedgerTransaction(Base):
-    """A balanced posting. `key` makes it idempotent: reserve:<batch>, part:<part>, void:<part>,
-    release:<batch>:<fin_epoch>."""
+    """A balanced posting. `key` makes it idempotent; billing/ledger.py says how it is made."""
 
     __tablename__ = "ledger_transactions"
+    __table_args__ = (Index("ix_ledger_transactions_statement", "project_id", "created_ms"),)
 
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     kind: Mapped[str] = mapped_column(String(16))
     key: Mapped[str] = mapped_column(String(160), unique=True)
     project_id: Mapped[str] = mapped_column(String(64))
-    batch_id: Mapped[str] = mapped_column(String(64), index=True)
+    batch_id: Mapped[str | None] = mapped_column(String(64), index=True)
     part_id: Mapped[str | None] = mapped_column(String(64))
-    price_version: Mapped[int] = mapped_column(Integer)
+    price_version: Mapped[int] = mapped_column(Integer)  # 0: no prices are behind it
+    reason: Mapped[str | None] = mapped_column(String(255))
+    actor: Mapped[str | None] = mapped_column(String(64))  # the key by which an operator posted it
     created_ms: Mapped[Millis]
 
 
@@ -66,5 +68,20 @@ class LedgerEntry(Base):
 
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     transaction_id: Mapped[int] = mapped_column(ForeignKey("ledger_transactions.id"), index=True)
-    account: Mapped[str] = mapped_column(String(96), index=True)  # available:<project>, reserved:<project>, revenue
+    account: Mapped[str] = mapped_column(String(96), index=True)  # see billing/ledger.py
     amount_nanos: Mapped[int] = mapped_column(BigInt)
+
+
+class Balance(Base):
+    """What the ledger says of a project at this moment, so that a limit needn't add it up; who decides by it locks it.
+
+    `month_nanos` is what was charged in `month` (UTC, as year * 12 + month - 1), the newest one with a charge.
+    """
+
+    __tablename__ = "balances"
+
+    project_id: Mapped[Id]
+    available_nanos: Mapped[Nanos]
+    reserved_nanos: Mapped[Nanos]
+    month: Mapped[int] = mapped_column(Integer, default=0)
+    month_nanos: Mapped[Nanos]

@@ -1,0 +1,113 @@
+"""What money needs: balances, limits, a ledger that takes payments and lets nothing be changed.
+
+Every column has a server default, so that rows of running batches stay valid and old processes go on inserting.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+# written out, not imported: a migration must not change when the code does
+BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+APPEND_ONLY = ("ledger_transactions", "ledger_entries", "usage", "prices")
+
+
+def upgrade() -> None:
+    # the ledger: payments and goodwill have a reason and whoever gave it, and need no batch
+    with op.batch_alter_table("ledger_transactions") as table:
+        table.alter_column("batch_id", existing_type=sa.String(64), nullable=True)
+        table.add_column(sa.Column("reason", sa.String(255), nullable=True))
+        table.add_column(sa.Column("actor", sa.String(64), nullable=True))
+    op.create_index("ix_ledger_transactions_statement", "ledger_transactions", ["project_id", "created_ms"])
+    # what a project has, holds and spent this month: the ledger's sums, kept so that limits needn't add it up
+    op.create_table(
+        "balances",
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("available_nanos", BIG, nullable=False),
+        sa.Column("reserved_nanos", BIG, nullable=False),
+        sa.Column("month", sa.Integer(), nullable=False),
+        sa.Column("month_nanos", BIG, nullable=False),
+        sa.PrimaryKeyConstraint("project_id", name=op.f("pk_balances")),
+    )
+    now = datetime.now(UTC)
+    began_ms = round(datetime(now.year, now.month, 1, tzinfo=UTC).timestamp() * 1000)
+    filled = (
+        "INSERT INTO balances (project_id, available_nanos, reserved_nanos, month, month_nanos)"
+        " SELECT t.project_id,"
+        " SUM(CASE WHEN e.account LIKE 'available:%' THEN e.amount_nanos ELSE 0 END),"
+        " SUM(CASE WHEN e.account LIKE 'reserved:%' THEN e.amount_nanos ELSE 0 END), :month,"
+        " SUM(CASE WHEN e.account = 'revenue' AND t.created_ms >= :began_ms THEN e.amount_nanos ELSE 0 END)"
+        " FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id GROUP BY t.project_id"
+    )
+    op.execute(sa.text(filled).bindparams(month=now.year * 12 + now.month - 1, began_ms=began_ms))
+    # limits
+    op.add_column("projects", sa.Column("budget_nanos", BIG, nullable=True))
+    op.add_column("projects", sa.Column("is_prepaid", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.add_column("batches", sa.Column("max_cost_nanos", BIG, nullable=True))
+    op.add_column("batches", sa.Column("has_budget", sa.Boolean(), nullable=False, server_default=sa.true()))
+    op.add_column("batches", sa.Column("wanted_nanos", BIG, nullable=False, server_default="0"))
+    op.add_column("batches", sa.Column("over_budget", BIG, nullable=False, server_default="0"))
+    op.add_column("windows", sa.Column("high_nanos", BIG, nullable=False, server_default="0"))
+    op.add_column("units", sa.Column("granted_nanos", BIG, nullable=False, server_default="0"))
+    op.add_column("parts", sa.Column("over_budget", BIG, nullable=False, server_default="0"))
+
+    # last of all, when the tables are what they shall be: SQLite copies a table to alter it
+    for table_name in APPEND_ONLY:
+        _refuse_changes(table_name)
+
+
+def _refuse_changes(table: str) -> None:
+    if op.get_bind().dialect.name == "sqlite":
+        for verb in ("UPDATE", "DELETE"):
+            op.execute(
+                f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table}"
+                f" BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
+            )
+        return
+    op.execute(
+        "CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE EXCEPTION '% is append-only', TG_TABLE_NAME USING ERRCODE = 'restrict_violation'; END $$"
+    )
+    for name, verb, each in (("change", "UPDATE OR DELETE", "ROW"), ("truncate", "TRUNCATE", "STATEMENT")):
+        op.execute(
+            f"CREATE TRIGGER {table}_no_{name} BEFORE {verb} ON {table}"
+            f" FOR EACH {each} EXECUTE FUNCTION refuse_change()"
+        )
+
+
+def _allow_changes(table: str) -> None:
+    is_sqlite = op.get_bind().dialect.name == "sqlite"
+    for name in ("update", "delete") if is_sqlite else ("change", "truncate"):
+        op.execute(f"DROP TRIGGER {table}_no_{name}" + ("" if is_sqlite else f" ON {table}"))
+
+
+def downgrade() -> None:
+    for table_name in APPEND_ONLY:
+        _allow_changes(table_name)
+    if op.get_bind().dialect.name != "sqlite":
+        op.execute("DROP FUNCTION refuse_change()")
+    op.drop_column("parts", "over_budget")
+    op.drop_column("units", "granted_nanos")
+    op.drop_column("windows", "high_nanos")
+    for column in ("over_budget", "wanted_nanos", "has_budget", "max_cost_nanos"):
+        op.drop_column("batches", column)
+    op.drop_column("projects", "is_prepaid")
+    op.drop_column("projects", "budget_nanos")
+    op.drop_table("balances")
+    op.drop_index("ix_ledger_transactions_statement", "ledger_transactions")
+    op.execute("DELETE FROM ledger_entries WHERE transaction_id IN"
+               " (SELECT id FROM ledger_transactions WHERE batch_id IS NULL)")  # fmt: skip
+    op.execute("DELETE FROM ledger_transactions WHERE batch_id IS NULL")
+    with op.batch_alter_table("ledger_transactions") as table:
+        table.drop_column("actor")
+        table.drop_column("reason")
+        table.alter_column("batch_id", existing_type=sa.String(64), nullable=False)

@@ -19,6 +19,7 @@ from celery import Celery
 CONTROL_QUEUE = "ctl"
 PLAN_TASK = "batch.plan"
 FINALIZE_TASK = "batch.finalize"
+QUOTE_TASK = "quote.plan"
 TICKET_TASK = "unit.run"
 
 _KEY_PREFIX = "batchsvc:"
@@ -42,6 +43,9 @@ class Dispatcher(Protocol):
 
     def finalize(self, batch_id: str) -> None:
         """Ask a control worker to finalize a batch."""
+
+    def quote(self, quote_id: str) -> None:
+        """Ask a control worker to plan the next window of a quote."""
 
     def ticket(self, digest: str, count: int = 1) -> None:
         """Send `count` tickets: each is the right to claim one unit of this model."""
@@ -76,6 +80,9 @@ class CeleryDispatcher:
 
     def finalize(self, batch_id: str) -> None:
         self._send(_Message(FINALIZE_TASK, (batch_id,), CONTROL_QUEUE))
+
+    def quote(self, quote_id: str) -> None:
+        self._send(_Message(QUOTE_TASK, (quote_id,), CONTROL_QUEUE))
 
     def ticket(self, digest: str, count: int = 1) -> None:
         if count > 0:

@@ -19,6 +19,7 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                window.stored     a window's objects are stored, nothing counts
                window.planned    a window counts
                plan.ended        the batch is in progress, no ticket was sent
+               quote.planned     a window of a quote counts
     worker     unit.claimed      a unit is leased, its file isn't read
                lines.finished    the engine is done with lines, nothing is stored
                part.stored       a part's object is stored, it doesn't count

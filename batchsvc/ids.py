@@ -20,6 +20,10 @@ def batch_id() -> str:
     return "batch_" + random_text(24)
 
 
+def quote_id() -> str:
+    return "quote_" + random_text(24)
+
+
 def project_id() -> str:
     return "proj_" + random_text(20)
 

@@ -108,6 +108,7 @@ class Settings(BaseSettings):
     quota_tokens: int | None = Field(
         default=None, ge=1, description="tokens that a project's unfinished batches may hold; unset: no limit"
     )
+    quote_ttl_s: int = Field(default=86_400, ge=60, description="how long batches can be created at a quote's prices")
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
     lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")

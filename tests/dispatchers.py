@@ -12,6 +12,9 @@ class NullDispatcher:
     def finalize(self, batch_id: str) -> None:
         pass
 
+    def quote(self, quote_id: str) -> None:
+        pass
+
     def ticket(self, digest: str, count: int = 1) -> None:
         pass
 

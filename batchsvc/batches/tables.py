@@ -67,6 +67,9 @@ class Batch(Base):
         Json
     )  # {"tier": {...}, "standard": {...}}, pinned when the model is
     aliases: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the alias table, pinned at creation
+    quote_id: Mapped[str | None] = mapped_column(String(64))  # the quote that it was created with, and what that pins:
+    plan_limits: Mapped[dict[str, Any] | None] = mapped_column(Json)  # settings of the planner
+    template_sha256: Mapped[str | None] = mapped_column(String(64))  # of the model's chat template
     reserved_nanos: Mapped[Nanos]  # all that was ever reserved for it; less the cost, what it holds
     max_cost_nanos: Mapped[int | None] = mapped_column(BigInt)  # the extension `max_cost` of create
     has_budget: Mapped[bool] = mapped_column(Boolean, default=True)  # false: in progress, and waits for money
@@ -226,6 +229,51 @@ class Part(Base):
     standard_nanos: Mapped[Nanos]
     over_budget: Mapped[Count]  # of its error lines, those that there was no money for
     created_ms: Mapped[Millis]
+
+
+class Quote(Base):
+    """What a batch would cost, as it was planned and pinned; or, of a sample of its lines, an estimate of that."""
+
+    __tablename__ = "quotes"
+    __table_args__ = (Index("ix_quotes_status", "status", "created_ms"),)
+
+    id: Mapped[Id]
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    api_key_id: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(8))  # queued, ready or failed
+    sample_lines: Mapped[int | None] = mapped_column(Integer)  # of an estimate: how many lines it looks at
+    endpoint: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64))
+    input_sha256: Mapped[str] = mapped_column(String(64))
+    completion_window: Mapped[str] = mapped_column(String(16))
+    tier: Mapped[str] = mapped_column(String(32))
+    on_invalid: Mapped[str] = mapped_column(String(8))
+    created_ms: Mapped[Millis]
+    ended_ms: Mapped[int | None] = mapped_column(BigInt)
+    expires_ms: Mapped[int | None] = mapped_column(BigInt)
+
+    model_requested: Mapped[str | None] = mapped_column(String(255))
+    model_id: Mapped[str | None] = mapped_column(String(255))
+    model_digest: Mapped[str | None] = mapped_column(String(64))
+    template_sha256: Mapped[str | None] = mapped_column(String(64))
+    price_version: Mapped[int] = mapped_column(Integer)
+    rates: Mapped[dict[str, Any] | None] = mapped_column(Json)  # as a batch's
+    aliases: Mapped[dict[str, Any]] = mapped_column(Json)
+    plan_limits: Mapped[dict[str, Any]] = mapped_column(Json)  # settings of the planner that its figures depend on
+    lengths: Mapped[dict[str, Any] | None] = mapped_column(Json)  # of the answers that finished lines got
+
+    num_lines: Mapped[Count]
+    windows: Mapped[list[Any]] = mapped_column(Json)  # [{last_line, next_offset, key, sha256}] of those planned so far
+    found: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the figures
+    problems: Mapped[list[Any] | None] = mapped_column(Json)  # of lines that would get an error line: the first ones
+    num_rejected: Mapped[Count]  # how many such lines there are
+    errors: Mapped[list[Any] | None] = mapped_column(Json)  # why the batch would fail, as a batch shows them
+    errors_total: Mapped[Count]
+    advice: Mapped[dict[str, Any] | None] = mapped_column(Json)
+
+    plan_epoch: Mapped[Count]
+    plan_owner: Mapped[str | None] = mapped_column(String(128))
+    plan_lease_ms: Mapped[Count]
 
 
 class Share(Base):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import sqlalchemy as sa
 from alembic import op
+from sqlalchemy.dialects.postgresql import JSONB
 
 revision = "0003"
 down_revision = "0002"
@@ -17,6 +18,7 @@ depends_on = None
 
 # written out, not imported: a migration must not change when the code does
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
 APPEND_ONLY = ("ledger_transactions", "ledger_entries", "usage", "prices")
 
@@ -60,6 +62,51 @@ def upgrade() -> None:
     op.add_column("units", sa.Column("granted_nanos", BIG, nullable=False, server_default="0"))
     op.add_column("parts", sa.Column("over_budget", BIG, nullable=False, server_default="0"))
 
+    # quotes
+    op.add_column("batches", sa.Column("quote_id", sa.String(64), nullable=True))
+    op.add_column("batches", sa.Column("plan_limits", JSON, nullable=True))
+    op.add_column("batches", sa.Column("template_sha256", sa.String(64), nullable=True))
+    op.create_table(
+        "quotes",
+        sa.Column("id", sa.String(64), nullable=False),
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("api_key_id", sa.String(64), nullable=False),
+        sa.Column("status", sa.String(8), nullable=False),
+        sa.Column("sample_lines", sa.Integer(), nullable=True),
+        sa.Column("endpoint", sa.String(64), nullable=False),
+        sa.Column("input_file_id", sa.String(64), nullable=False),
+        sa.Column("input_sha256", sa.String(64), nullable=False),
+        sa.Column("completion_window", sa.String(16), nullable=False),
+        sa.Column("tier", sa.String(32), nullable=False),
+        sa.Column("on_invalid", sa.String(8), nullable=False),
+        sa.Column("created_ms", BIG, nullable=False),
+        sa.Column("ended_ms", BIG, nullable=True),
+        sa.Column("expires_ms", BIG, nullable=True),
+        sa.Column("model_requested", sa.String(255), nullable=True),
+        sa.Column("model_id", sa.String(255), nullable=True),
+        sa.Column("model_digest", sa.String(64), nullable=True),
+        sa.Column("template_sha256", sa.String(64), nullable=True),
+        sa.Column("price_version", sa.Integer(), nullable=False),
+        sa.Column("rates", JSON, nullable=True),
+        sa.Column("aliases", JSON, nullable=False),
+        sa.Column("plan_limits", JSON, nullable=False),
+        sa.Column("lengths", JSON, nullable=True),
+        sa.Column("num_lines", BIG, nullable=False),
+        sa.Column("windows", JSON, nullable=False),
+        sa.Column("found", JSON, nullable=True),
+        sa.Column("problems", JSON, nullable=True),
+        sa.Column("num_rejected", BIG, nullable=False),
+        sa.Column("errors", JSON, nullable=True),
+        sa.Column("errors_total", BIG, nullable=False),
+        sa.Column("advice", JSON, nullable=True),
+        sa.Column("plan_epoch", BIG, nullable=False),
+        sa.Column("plan_owner", sa.String(128), nullable=True),
+        sa.Column("plan_lease_ms", BIG, nullable=False),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_quotes_project_id_projects")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_quotes")),
+    )
+    op.create_index("ix_quotes_status", "quotes", ["status", "created_ms"])
+
     # last of all, when the tables are what they shall be: SQLite copies a table to alter it
     for table_name in APPEND_ONLY:
         _refuse_changes(table_name)
@@ -95,6 +142,9 @@ def downgrade() -> None:
         _allow_changes(table_name)
     if op.get_bind().dialect.name != "sqlite":
         op.execute("DROP FUNCTION refuse_change()")
+    op.drop_table("quotes")
+    for column in ("template_sha256", "plan_limits", "quote_id"):
+        op.drop_column("batches", column)
     op.drop_column("parts", "over_budget")
     op.drop_column("units", "granted_nanos")
     op.drop_column("windows", "high_nanos")

@@ -37,6 +37,7 @@ _WRITER = "writer"  # metadata of an object
 _BUSY_ATTEMPTS, _BUSY_S = 5, 0.05
 _DELETE_LIMIT = 1_000  # most keys in one DeleteObjects call
 _READ_ATTEMPTS = 4  # reads in a row that may break off without bringing a byte
+_PLAIN_TYPE = "binary/octet-stream"  # what S3 takes bytes for that have no type
 
 
 class OtherVersionError(UnavailableError):
@@ -87,6 +88,7 @@ class ObjectStore:
                 proxies={} if settings.s3_endpoint else None,
             ),
         )
+        self._client.meta.events.register("before-call.s3.UploadPart", _name_type)
 
     def ensure_bucket(self) -> None:
         """Make the bucket if it isn't there."""
@@ -288,6 +290,11 @@ class ObjectStore:
             raise kind(f"The object store refused {what}: {code}.", code="store_refused") from error
         except (BotoCoreError, HTTPClientError, OSError) as error:
             raise UnavailableError("The object store doesn't answer.", code="store_unavailable") from error
+
+
+def _name_type(params: dict[str, Any], **_: Any) -> None:
+    """Give a part a type: SeaweedFS compresses text without one, for two thirds of the time that storing it takes."""
+    params["headers"].setdefault("Content-Type", _PLAIN_TYPE)
 
 
 def _code(error: ClientError) -> str:

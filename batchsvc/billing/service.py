@@ -26,6 +26,8 @@ class BilledBatch(Protocol):
     @property
     def tier(self) -> str: ...
     @property
+    def endpoint(self) -> str: ...
+    @property
     def price_version(self) -> int: ...
     @property
     def reserved_nanos(self) -> int: ...
@@ -147,6 +149,8 @@ def _usage(batch: BilledBatch, part: BilledPart, *, key: str, sign: int, created
         "batch_id": batch.id,
         "model": batch.model_id or "",
         "tier": batch.tier,
+        "endpoint": batch.endpoint,
+        "price_version": batch.price_version,
         "created_ms": created_ms,
         "requests": sign * part.lines_ok,
         "input_tokens": sign * part.input_tokens,

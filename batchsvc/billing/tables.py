@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ForeignKey, Index, Integer, String, UniqueConstraint
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, String, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from batchsvc.db.base import Base, BigInt, Count, Id, Millis, Nanos
@@ -27,7 +27,14 @@ class UsageRow(Base):
     """The usage of one part, or (`void:<part>`, all negative) what takes it back: the usage and costs APIs add up."""
 
     __tablename__ = "usage"
-    __table_args__ = (Index("ix_usage_buckets", "project_id", "created_ms"),)
+    __table_args__ = (
+        Index("ix_usage_buckets", "project_id", "created_ms"),
+        Index("ix_usage_created", "created_ms"),
+        CheckConstraint(
+            "cached_tokens BETWEEN 0 AND input_tokens OR cached_tokens BETWEEN input_tokens AND 0",
+            name="cached_within_input",
+        ),
+    )
 
     part_id: Mapped[Id]
     project_id: Mapped[str] = mapped_column(String(64))
@@ -35,7 +42,34 @@ class UsageRow(Base):
     batch_id: Mapped[str] = mapped_column(String(64), index=True)
     model: Mapped[str] = mapped_column(String(255))
     tier: Mapped[str] = mapped_column(String(32))
+    endpoint: Mapped[str] = mapped_column(String(64), default="/v1/chat/completions")
+    price_version: Mapped[int] = mapped_column(Integer, default=0)
     created_ms: Mapped[Millis]
+    requests: Mapped[Count]
+    input_tokens: Mapped[Count]
+    cached_tokens: Mapped[Count]
+    output_tokens: Mapped[Count]
+    cost_nanos: Mapped[Nanos]
+
+
+class UsageHour(Base):
+    """The usage rows of one batch in one hour (UTC), added up, so that a month needn't read every part.
+
+    A trigger of the database (revision 0003) adds every usage row to its hour in the same statement, whoever inserts
+    it; nothing else writes here.
+    """
+
+    __tablename__ = "usage_hours"
+    __table_args__ = (Index("ix_usage_hours_time", "hour_ms"),)
+
+    batch_id: Mapped[Id]
+    hour_ms: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
+    project_id: Mapped[str] = mapped_column(String(64))
+    api_key_id: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(255))
+    tier: Mapped[str] = mapped_column(String(32))
+    endpoint: Mapped[str] = mapped_column(String(64))
+    price_version: Mapped[int] = mapped_column(Integer)
     requests: Mapped[Count]
     input_tokens: Mapped[Count]
     cached_tokens: Mapped[Count]

@@ -20,6 +20,7 @@ depends_on = None
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 
+USAGE_SUMS = ("requests", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos")
 APPEND_ONLY = ("ledger_transactions", "ledger_entries", "usage", "prices")
 
 
@@ -106,10 +107,64 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_quotes")),
     )
     op.create_index("ix_quotes_status", "quotes", ["status", "created_ms"])
+    _count_usage_by_hour()
 
     # last of all, when the tables are what they shall be: SQLite copies a table to alter it
     for table_name in APPEND_ONLY:
         _refuse_changes(table_name)
+
+
+def _count_usage_by_hour() -> None:
+    """Usage rows know their endpoint and prices, and a trigger adds each to its batch's hour: whoever inserts it."""
+    with op.batch_alter_table("usage") as usage:
+        usage.add_column(sa.Column("endpoint", sa.String(64), nullable=False, server_default="/v1/chat/completions"))
+        usage.add_column(sa.Column("price_version", sa.Integer(), nullable=False, server_default="0"))
+        usage.create_check_constraint(
+            op.f("ck_usage_cached_within_input"),
+            "cached_tokens BETWEEN 0 AND input_tokens OR cached_tokens BETWEEN input_tokens AND 0",
+        )
+    op.create_index("ix_usage_created", "usage", ["created_ms"])
+    op.execute(
+        "UPDATE usage SET"
+        " endpoint = COALESCE((SELECT b.endpoint FROM batches b WHERE b.id = usage.batch_id), endpoint),"
+        " price_version = COALESCE((SELECT b.price_version FROM batches b WHERE b.id = usage.batch_id), 0)"
+    )
+    op.create_table(
+        "usage_hours",
+        sa.Column("batch_id", sa.String(64), nullable=False),
+        sa.Column("hour_ms", BIG, nullable=False),
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("api_key_id", sa.String(64), nullable=False),
+        sa.Column("model", sa.String(255), nullable=False),
+        sa.Column("tier", sa.String(32), nullable=False),
+        sa.Column("endpoint", sa.String(64), nullable=False),
+        sa.Column("price_version", sa.Integer(), nullable=False),
+        *(sa.Column(name, BIG, nullable=False) for name in USAGE_SUMS),
+        sa.PrimaryKeyConstraint("batch_id", "hour_ms", name=op.f("pk_usage_hours")),
+    )
+    op.create_index("ix_usage_hours_time", "usage_hours", ["hour_ms"])
+    keys = ("batch_id", "project_id", "api_key_id", "model", "tier", "endpoint", "price_version")
+    columns = f"hour_ms, {', '.join(keys)}, {', '.join(USAGE_SUMS)}"
+    hour = "{0}created_ms / 3600000 * 3600000"
+    op.execute(
+        f"INSERT INTO usage_hours ({columns}) SELECT {hour.format('')}, {', '.join(keys)},"
+        f" {', '.join(f'SUM({name})' for name in USAGE_SUMS)}"
+        f" FROM usage GROUP BY {hour.format('')}, {', '.join(keys)}"
+    )
+    new = ", ".join(f"NEW.{name}" for name in (*keys, *USAGE_SUMS))
+    add = (
+        f"INSERT INTO usage_hours ({columns}) VALUES ({hour.format('NEW.')}, {new})"
+        " ON CONFLICT (batch_id, hour_ms) DO UPDATE SET "
+        + ", ".join(f"{name} = usage_hours.{name} + excluded.{name}" for name in USAGE_SUMS)
+    )
+    if op.get_bind().dialect.name == "sqlite":
+        op.execute(f"CREATE TRIGGER usage_by_hour AFTER INSERT ON usage BEGIN {add}; END")
+        return
+    op.execute(
+        "CREATE OR REPLACE FUNCTION add_usage_to_hour() RETURNS trigger LANGUAGE plpgsql AS"
+        f" $$ BEGIN {add}; RETURN NULL; END $$"
+    )
+    op.execute("CREATE TRIGGER usage_by_hour AFTER INSERT ON usage FOR EACH ROW EXECUTE FUNCTION add_usage_to_hour()")
 
 
 def _refuse_changes(table: str) -> None:
@@ -142,6 +197,15 @@ def downgrade() -> None:
         _allow_changes(table_name)
     if op.get_bind().dialect.name != "sqlite":
         op.execute("DROP FUNCTION refuse_change()")
+    op.execute("DROP TRIGGER usage_by_hour" + ("" if op.get_bind().dialect.name == "sqlite" else " ON usage"))
+    if op.get_bind().dialect.name != "sqlite":
+        op.execute("DROP FUNCTION add_usage_to_hour()")
+    op.drop_table("usage_hours")
+    op.drop_index("ix_usage_created", "usage")
+    with op.batch_alter_table("usage") as usage:
+        usage.drop_constraint(op.f("ck_usage_cached_within_input"), type_="check")
+        usage.drop_column("price_version")
+        usage.drop_column("endpoint")
     op.drop_table("quotes")
     for column in ("template_sha256", "plan_limits", "quote_id"):
         op.drop_column("batches", column)

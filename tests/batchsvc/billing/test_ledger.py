@@ -71,6 +71,7 @@ def batch(**changes: object) -> SimpleNamespace:
         "api_key_id": "k1",
         "model_id": "m",
         "tier": "batch_24h",
+        "endpoint": "/v1/chat/completions",
         "price_version": 1,
         "reserved_nanos": 1000,
         "fin_epoch": 1,

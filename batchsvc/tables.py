@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import batchsvc.accounts.tables
 import batchsvc.batches.tables
+import batchsvc.billing.invoice_tables
 import batchsvc.billing.tables
 import batchsvc.files.tables  # noqa: F401  imported for its effect on the metadata
 from batchsvc.db.base import Base

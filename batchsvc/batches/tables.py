@@ -188,7 +188,8 @@ class Unit(Base):
     ticket_ms: Mapped[Count]  # when a ticket was last sent
     done_bitmap: Mapped[bytes] = mapped_column(LargeBinary)  # bit i: line i of the unit file, in file order
     num_done: Mapped[int] = mapped_column(Integer, default=0)
-    granted_nanos: Mapped[Nanos]  # of what its batch holds, the share that its owner may spend while it is leased
+    granted_nanos: Mapped[Nanos]  # of what its batch holds, what this lease of it may spend in all
+    spent_nanos: Mapped[Nanos]  # and what parts under this lease have cost
     crash_count: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without progress in between
     is_suspect: Mapped[bool] = mapped_column(Boolean, default=False)  # runs alone until it makes progress
     parent_id: Mapped[str | None] = mapped_column(String(64))  # the unit that this one was split from

@@ -109,7 +109,8 @@ class LedgerEntry(Base):
 class Balance(Base):
     """What the ledger says of a project at this moment, so that a limit needn't add it up; who decides by it locks it.
 
-    `month_nanos` is what was charged in `month` (UTC, as year * 12 + month - 1), the newest one with a charge.
+    `month_nanos` is what was charged in `month` (UTC, as year * 12 + month - 1), that of the newest posting. A trigger
+    of the database (revision 0003) adds every entry in the same statement, whoever inserts it; nobody else writes here.
     """
 
     __tablename__ = "balances"

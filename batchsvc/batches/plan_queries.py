@@ -20,6 +20,7 @@ from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
 from batchsvc.billing.pricing import STANDARD_TIER
 from batchsvc.db.session import database_now_ms
+from batchsvc.errors import InvalidRequestError
 from batchsvc.files import service as files
 from batchsvc.files.lines import Problem
 from batchsvc.money import Rates
@@ -62,6 +63,8 @@ class PlanClaim:
     num_problems: int
     num_listed: int
     finished_windows: list[WindowObject]
+    limits: dict[str, Any] | None = None  # settings that a quote has pinned,
+    template_sha256: str | None = None  # and the chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,8 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         num_problems=batch.errors_total,
         num_listed=len(batch.errors or ()),
         finished_windows=objects_of(windows),
+        limits=batch.plan_limits,
+        template_sha256=batch.template_sha256,
     )
 
 
@@ -173,7 +178,7 @@ def resolve(session: Session, name: str, aliases: dict[str, Any] | None) -> Mode
 def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> PinnedModel | None:
     """Settle model, formats and rates of a batch. None: the lease is lost.
 
-    Raises InvalidRequestError when the model has no price.
+    Raises InvalidRequestError when the model has no price, or isn't the one that was quoted.
     """
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     model = session.get_one(Model, model_id)
@@ -186,6 +191,8 @@ def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> Pin
         batch.model_id, batch.model_digest = model.id, model.digest
         batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
         batch.rates = {"tier": asdict(tier), "standard": asdict(standard)}
+    elif batch.quote_id is not None and model.digest != batch.model_digest:
+        raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_model_changed")
     return PinnedModel(
         id=model.id, path=model.path, digest=batch.model_digest or "", rates=Rates(**batch.rates["tier"])
     )

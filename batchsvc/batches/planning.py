@@ -23,11 +23,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
-from batchsvc.batches import plan_queries, window, window_file
+from batchsvc.batches import plan_queries, window_file
 from batchsvc.batches.damage import DamagedObjectError
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.plan_queries import NewUnit, NewWindow, PinnedModel, PlanClaim, RejectedPart
-from batchsvc.batches.reading import BatchFailedError, PlanContext, WindowReader
+from batchsvc.batches.reading import BatchFailedError, PlanContext, WindowReader, limits_of, why_not
 from batchsvc.batches.unit_plan import error_part, unit_objects
 from batchsvc.batches.window import PlannedRequest, WindowDraft
 from batchsvc.batches.window_file import WindowLines
@@ -54,6 +54,7 @@ def plan_next_window(context: PlanContext, batch_id: str, owner: str) -> PlanPro
     if isinstance(claim, bool):
         return PlanProgress.DONE if claim else PlanProgress.LOST
     failpoints.reach("plan.claimed")
+    context = context.pinned(claim)
     lease = KeptLease(
         lambda: db.run(lambda s: plan_queries.keep(s, batch_id, claim.epoch, lease_s)), context.settings.renew_s
     )
@@ -101,16 +102,10 @@ class _WindowPlanner:
     def _plan(self) -> PlanProgress:
         claim = self._claim
         draft = self._read()
-        if draft.unreadable:
-            return self._fail(draft, reason=draft.unreadable)
-        if draft.has_too_many:
-            says = f"The file has more than {self._context.settings.max_lines} requests."
-            reason = Problem(line=None, code="too_many_tasks", message=says, param="input_file_id")
+        if (reason := why_not(draft, claim, self._context.settings)) is not None:
             return self._fail(draft, reason=reason)
         if draft.line_nos:
             self._commit_window(draft)
-        elif claim.num_lines == 0:
-            raise BatchFailedError("empty_file", "The file has no requests.", "input_file_id")
         if not draft.is_last:
             return PlanProgress.AGAIN
         if claim.num_problems + draft.num_problems:
@@ -126,16 +121,7 @@ class _WindowPlanner:
         self._context.db.run(lambda s: plan_queries.let_go(s, claim.batch_id, claim.epoch, written))
 
     def _read(self) -> WindowDraft:
-        claim, settings = self._claim, self._context.settings
-        return self._reader.read(
-            window.Limits(
-                window_lines=settings.window_lines,
-                window_tokens=settings.window_tokens,
-                lines_left=settings.max_lines - claim.num_lines,
-                max_problems=max(0, settings.max_problems - claim.num_listed),
-                default_max_tokens=settings.default_max_tokens,
-            )
-        )
+        return self._reader.read(limits_of(self._claim, self._context.settings))
 
     def _pinned(self, model_id: str | None) -> PinnedModel:
         """What the batch runs on; the first call settles it."""

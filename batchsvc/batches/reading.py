@@ -7,9 +7,10 @@ rebuilding what was damaged reads one again and gets the same lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from batchsvc.batches import plan_queries, window, window_file
@@ -59,6 +60,10 @@ class PlanContext:
     text_loader: Callable[[str], TextModel]
     known_ids: KnownIds = field(default_factory=KnownIds)
 
+    def pinned(self, claim: PlanClaim) -> PlanContext:
+        """The same with the settings that a quote has pinned for this plan."""
+        return replace(self, settings=self.settings.model_copy(update=claim.limits)) if claim.limits else self
+
 
 class BatchFailedError(Exception):
     """The batch can't run, whatever its other lines say."""
@@ -89,8 +94,14 @@ class WindowReader:
         """The model that the batch or a line has settled so far."""
         return self._check.model_id if self._check else None
 
-    def read(self, limits: window.Limits) -> WindowDraft:
-        """The window. Raises BatchFailedError for a reason of the whole file."""
+    def read(
+        self,
+        limits: window.Limits,
+        *,
+        keeps_chats: bool = False,
+        chosen: Callable[[Iterator[Record]], Iterable[Record]] = iter,
+    ) -> WindowDraft:
+        """The window, of the lines that `chosen` takes. Raises BatchFailedError for a reason of the whole file."""
         claim = self._claim
         model_id = claim.model_id
         if claim.model_requested is not None:
@@ -109,13 +120,14 @@ class WindowReader:
         try:
             with closing(self._records()) as records:
                 return window.collect(
-                    self._check.check_all(records),
+                    self._check.check_all(chosen(records)),
                     batch_id=claim.batch_id,
                     limits=limits,
                     offset=claim.offset,
                     text_model=self._text_model,
                     is_strict=claim.is_strict,
                     is_failing=claim.num_problems > 0,
+                    keeps_chats=keeps_chats,
                 )
         except OtherVersionError as error:
             raise _replaced() from error
@@ -177,12 +189,44 @@ class WindowReader:
                 self._text = self._context.text_loader(self._path_of(self.model_id))
             except ModelError as error:
                 raise BatchFailedError("model_not_available", str(error), "model") from error
+            quoted = self._claim.template_sha256
+            if quoted is not None and quoted != template_sha256(self._text):
+                says = f"The chat template of {self.model_id} has changed since it was quoted."
+                raise BatchFailedError("quote_model_changed", says, "quote_id")
         return self._text
 
     def _kept(self, chunks: Iterator[bytes]) -> Generator[bytes, None, None]:
         for chunk in chunks:
             self._keep()
             yield chunk
+
+
+def limits_of(claim: PlanClaim, settings: Settings) -> window.Limits:
+    """Where the next window of a plan ends."""
+    return window.Limits(
+        window_lines=settings.window_lines,
+        window_tokens=settings.window_tokens,
+        lines_left=settings.max_lines - claim.num_lines,
+        max_problems=max(0, settings.max_problems - claim.num_listed),
+        default_max_tokens=settings.default_max_tokens,
+    )
+
+
+def why_not(draft: WindowDraft, claim: PlanClaim, settings: Settings) -> Problem | None:
+    """Why the whole file can't be run, as this window shows; None: nothing speaks against it."""
+    if draft.unreadable:
+        return draft.unreadable
+    if draft.has_too_many:
+        says = f"The file has more than {settings.max_lines} requests."
+        return Problem(line=None, code="too_many_tasks", message=says, param="input_file_id")
+    if not draft.line_nos and claim.num_lines == 0:
+        return Problem(line=None, code="empty_file", message="The file has no requests.", param="input_file_id")
+    return None
+
+
+def template_sha256(text: TextModel) -> str:
+    """Names the chat template of a model; one that has none has the name of the empty template."""
+    return hashlib.sha256((text.meta.chat_template or "").encode()).hexdigest()
 
 
 def _gone() -> BatchFailedError:

@@ -35,6 +35,7 @@ def rebuild_next_window(context: PlanContext, batch_id: str, owner: str) -> bool
     broken = db.run(lambda session: repair_queries.claim(session, batch_id, owner, lease_s))
     if broken is None:
         return False
+    context = context.pinned(broken.claim)
     epoch = broken.claim.epoch
     lease = KeptLease(
         lambda: db.run(lambda s: repair_queries.keep(s, batch_id, epoch, lease_s)), context.settings.renew_s

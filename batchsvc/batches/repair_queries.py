@@ -107,6 +107,8 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
             num_problems=0,
             num_listed=0,
             finished_windows=plan_queries.objects_of(before),
+            limits=batch.plan_limits,
+            template_sha256=batch.template_sha256,
         ),
         model_path=model.path if model else "",
         num_lines=window.num_lines,

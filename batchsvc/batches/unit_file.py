@@ -62,7 +62,7 @@ class UnitRow:
         """Predicted work of this line: uncached input, and output. A row runs once: its first line stands for all."""
         if member > 0:
             return 0
-        return len(self.prompt_ids) - self.planned_cached_tokens + self._est_outputs
+        return len(self.prompt_ids) - self.planned_cached_tokens + self.est_output_tokens
 
     @property
     def is_sure(self) -> bool:
@@ -71,7 +71,7 @@ class UnitRow:
         return self.max_tokens == 1 or not has_ends
 
     @property
-    def _est_outputs(self) -> int:
+    def est_output_tokens(self) -> int:
         """Length of an answer before any sibling is known: as in engine/sched/forecast.py, a quarter of the most."""
         guess = max(math.ceil(self.max_tokens / 4), self.params.get("min_tokens", 0))
         return self.max_tokens if self.is_sure else min(guess, self.max_tokens)

@@ -16,7 +16,7 @@ from batchsvc.batches.unit_file import UnitRow
 from batchsvc.batches.window import PlannedRequest
 from batchsvc.settings import Settings
 from batchsvc.store import keys
-from engine.sched.order import WindowPlan, plan_window
+from engine.sched.order import PrefixUse, WindowPlan, plan_window
 
 
 class UnitObject(NamedTuple):
@@ -56,6 +56,15 @@ def error_part(batch_id: str, plan_epoch: int, rejected: Sequence[PartLine]) -> 
 
 def unit_objects(requests: Sequence[PlannedRequest], settings: Settings) -> Iterator[UnitObject]:
     """The units of a window in plan order."""
+    for rows, uses in planned_units(requests, settings):
+        data = unit_file.write(rows, uses)
+        yield UnitObject(rows, data, hashlib.sha256(data).hexdigest())
+
+
+def planned_units(
+    requests: Sequence[PlannedRequest], settings: Settings
+) -> Iterator[tuple[list[UnitRow], list[PrefixUse]]]:
+    """The rows of each unit in plan order, and the prefixes that later ones need."""
     plan = plan_window(
         [request.prompt for request in requests],
         [request.fold_key for request in requests],
@@ -64,9 +73,7 @@ def unit_objects(requests: Sequence[PlannedRequest], settings: Settings) -> Iter
         unit_tokens=settings.unit_tokens,
     )
     for index, piece in enumerate(plan.units):
-        rows = _rows(plan, piece, requests)
-        data = unit_file.write(rows, plan.prefix_uses[index])
-        yield UnitObject(rows, data, hashlib.sha256(data).hexdigest())
+        yield _rows(plan, piece, requests), plan.prefix_uses[index]
 
 
 def _rows(plan: WindowPlan, piece: slice, requests: Sequence[PlannedRequest]) -> list[UnitRow]:

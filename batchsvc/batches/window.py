@@ -62,6 +62,7 @@ class WindowDraft:
     line_nos: list[int] = field(default_factory=list)
     custom_ids: list[str | None] = field(default_factory=list)
     requests: list[PlannedRequest] = field(default_factory=list)
+    chats: list[list[dict[str, Any]]] = field(default_factory=list)  # the messages of each request, if they are kept
     rejected: list[PartLine] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
@@ -89,9 +90,10 @@ def collect(
     text_model: Callable[[], TextModel],
     is_strict: bool,
     is_failing: bool,
+    keeps_chats: bool = False,
 ) -> WindowDraft:
     """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only."""
-    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing).collect(records)
+    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats).collect(records)
 
 
 class _Collector:
@@ -103,12 +105,14 @@ class _Collector:
         text_model: Callable[[], TextModel],
         is_strict: bool,
         is_failing: bool,
+        keeps_chats: bool,
     ) -> None:
         self._batch_id = batch_id
         self._limits = limits
         self._text_model = text_model
         self._is_strict = is_strict
         self._is_failing = is_failing
+        self._keeps_chats = keeps_chats
         self._draft = WindowDraft(next_offset=offset)
         self._params: dict[bytes, dict[str, Any]] = {}  # equal parameters once
 
@@ -175,6 +179,7 @@ class _Collector:
             draft.next_offset = item.record.next_offset
         if self._is_failing:
             draft.requests.clear()
+            draft.chats.clear()
             draft.rejected.clear()
         return True
 
@@ -200,6 +205,8 @@ class _Collector:
                 fold_key=fold_key(params),
             )
         )
+        if self._keeps_chats:
+            self._draft.chats.append(call.messages)
         self._draft.input_tokens += len(prompt_ids)
 
     def _reject(self, record: CheckedRecord, error: RequestError | None) -> None:

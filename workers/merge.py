@@ -20,6 +20,7 @@ import numpy as np
 from batchsvc.batches.part_file import PartRows
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Row = bytes | memoryview
 
 
 class Rows(NamedTuple):
@@ -90,21 +91,29 @@ class WindowSpool:
                 _joined([row for row, ok in zip(rows, oks, strict=True) if not ok]),
             )
 
-    def _read(self, starts: Numbers, ends: Numbers) -> list[bytes]:
+    def _read(self, starts: Numbers, ends: Numbers) -> list[Row]:
         if self._file is None:
-            text = b"".join(self._texts)
-            return [text[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-        rows = [b""] * len(starts)
+            return self._cut(starts, ends)
+        rows: list[Row] = [b""] * len(starts)
         file, order = self._file.fileno(), np.argsort(starts)  # so that the disk is read forwards
         for place, start, end in zip(order.tolist(), starts[order].tolist(), ends[order].tolist(), strict=True):
             rows[place] = os.pread(file, end - start, start)
         return rows
 
+    def _cut(self, starts: Numbers, ends: Numbers) -> list[Row]:
+        """Rows of the texts in memory, without copying them."""
+        texts = [memoryview(text) for text in self._texts]
+        bases = np.cumsum([0, *map(len, texts)])
+        which = np.searchsorted(bases, starts, side="right") - 1
+        base = bases[which]
+        places = zip(which.tolist(), (starts - base).tolist(), (ends - base).tolist(), strict=True)
+        return [texts[text][start:end] for text, start, end in places]
+
     def _joined(self, name: str, kind: type[Any]) -> np.ndarray[Any, Any]:
         return np.concatenate([np.empty(0, kind), *(getattr(rows, name) for rows in self._places)])
 
 
-def _joined(rows: list[bytes]) -> Rows:
+def _joined(rows: list[Row]) -> Rows:
     return Rows(b"\n".join([*rows, b""]), len(rows))
 
 

@@ -1,9 +1,9 @@
 """A result stream: rows appended in pieces become one S3 object, by multipart upload once it is large.
 
 S3 refuses small parts, so what is under `PART_BYTES` is carried on to the next append; a stream that stays under it
-is one PUT, and a stream without rows is no object at all. A thread hashes and uploads parts while the next ones are
-put together; at most `_MOST_WAITING` of them wait for it. The object is written once, under a token of this stream:
-an answer that gets lost is found in the store.
+is one PUT, and a stream without rows is no object at all. Threads upload parts while the next ones are put together;
+at most `_MOST_SENDING` of them are on their way. The object is written once, under a token of this stream: an answer
+that gets lost is found in the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from batchsvc.store.s3 import BusyError, ObjectStore
 from workers.merge import Rows
 
 PART_BYTES = 8 * 1024 * 1024
-_MOST_WAITING = 8
+_THREADS = 2  # while one waits for the store, the other sends
+_MOST_SENDING = 8
 _GROWS_EVERY = 1_000  # parts; S3 takes 10,000
 _CONTENT_TYPE = "application/jsonl"
 
@@ -63,16 +64,19 @@ class ResultStream:
         self._size_bytes = 0
         self._upload_id: str | None = None
         self._etags: list[str] = []
-        self._uploader = ThreadPoolExecutor(1, f"upload-{key.rpartition('/')[2]}")
+        self._uploader = ThreadPoolExecutor(_THREADS, f"upload-{key.rpartition('/')[2]}")
         self._num_sent = 0
-        self._sending: deque[Future[None]] = deque()
+        self._sending: deque[Future[str]] = deque()
 
     def append(self, rows: Rows) -> None:
         """Add rows. Raises UploadLostError, also for earlier rows."""
-        self._carry += rows.data
         self.num_lines += rows.num_lines
-        while len(self._carry) >= (part_bytes := PART_BYTES * (1 + self._num_sent // _GROWS_EVERY)):
-            self._send(part_bytes)
+        left = memoryview(rows.data)
+        while len(self._carry) + len(left) >= (part_bytes := PART_BYTES * (1 + self._num_sent // _GROWS_EVERY)):
+            cut = part_bytes - len(self._carry)
+            self._send(b"".join((self._carry, left[:cut])))
+            self._carry, left = bytearray(), left[cut:]
+        self._carry += left
 
     def finish(self) -> StreamedObject | None:
         """Complete the object; None if the stream had no rows. Raises UploadLostError."""
@@ -87,7 +91,7 @@ class ResultStream:
         return StreamedObject(self.key, etag, self._hash.hexdigest(), self._size_bytes)
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """End the threads, after what they are doing."""
         self._uploader.shutdown(cancel_futures=True)
 
     def abort(self) -> None:
@@ -97,7 +101,7 @@ class ResultStream:
 
     def _complete(self, upload_id: str) -> str:
         if self._carry:
-            self._send(len(self._carry))
+            self._send(bytes(self._carry))
         self._wait(0)
         return self._call(
             lambda: self._store.complete_multipart(
@@ -105,25 +109,23 @@ class ResultStream:
             )
         )
 
-    def _send(self, size_bytes: int) -> None:
+    def _send(self, data: bytes) -> None:
         if self._upload_id is None:
             self._upload_id = self._call(
                 lambda: self._store.start_multipart(self.key, content_type=_CONTENT_TYPE, writer=self._writer)
             )
             self._on_upload(self.key, self._upload_id)
-        data = bytes(memoryview(self._carry)[:size_bytes])
-        del self._carry[:size_bytes]
-        self._wait(_MOST_WAITING)
+        self._count(data)
+        self._wait(_MOST_SENDING - 1)
         self._num_sent += 1
         self._sending.append(self._uploader.submit(self._upload, self._upload_id, self._num_sent, data))
 
     def _wait(self, most: int) -> None:
         while len(self._sending) > most:
-            self._sending.popleft().result()
+            self._etags.append(self._sending.popleft().result())
 
-    def _upload(self, upload_id: str, number: int, data: bytes) -> None:
-        self._etags.append(self._call(lambda: self._store.upload_part(self.key, upload_id, number, data)))
-        self._count(data)
+    def _upload(self, upload_id: str, number: int, data: bytes) -> str:
+        return self._call(lambda: self._store.upload_part(self.key, upload_id, number, data))
 
     def _call(self, call: Callable[[], str]) -> str:
         try:

@@ -7,9 +7,12 @@ of a price per token need not be an integer. A line is rounded once, half to eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 
 NANOS_PER_DOLLAR = 1_000_000_000
 TOKENS_PER_RATE = 1_000_000
+_MOST_CHARS = 40  # of an amount as text
+MOST_NANOS = 10**18  # a billion dollars: sums of such amounts still fit 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,23 @@ def line_cost_nanos(rates: Rates, *, input_tokens: int, cached_tokens: int, outp
         (input_tokens - cached_tokens) * rates.input + cached_tokens * rates.cached_input + output_tokens * rates.output
     )
     return divide_half_even(weighted, TOKENS_PER_RATE)
+
+
+def parse_dollars(value: object) -> int | None:
+    """Nano-dollars of an amount such as "12.50", 3 or 0.1; None if it isn't one, or finer than a nano-dollar.
+
+    A JSON number is meant as its shortest decimal text says, and that is what it counts for.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return None
+    text = value if isinstance(value, str) else repr(value)
+    try:
+        nanos = Decimal(text) * NANOS_PER_DOLLAR if text.isascii() and len(text) <= _MOST_CHARS else None
+    except InvalidOperation:
+        return None
+    if nanos is None or not nanos.is_finite() or nanos != nanos.to_integral_value() or abs(nanos) > MOST_NANOS:
+        return None
+    return int(nanos)
 
 
 def format_dollars(nanos: int) -> str:

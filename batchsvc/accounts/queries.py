@@ -30,6 +30,12 @@ def project_named(session: Session, name: str) -> Project | None:
     return session.scalars(select(Project).where(Project.name == name).order_by(Project.created_ms).limit(1)).first()
 
 
+def money_limits(session: Session, project_id: str) -> tuple[int | None, bool]:
+    """Budget and whether it is prepaid, as they are now."""
+    found = session.execute(select(Project.budget_nanos, Project.is_prepaid).where(Project.id == project_id)).first()
+    return (None, False) if found is None else (found.budget_nanos, found.is_prepaid)
+
+
 def salts(session: Session, project_ids: set[str]) -> dict[str, str]:
     """Salts of these projects by id."""
     return {

@@ -48,13 +48,19 @@ def project_of(session: Session, project: str) -> str:
 
 
 def change_project(session: Session, project: str, changes: Mapping[str, Any]) -> Project:
-    """Change the weight or the quota of a project that is given by id or by name."""
-    row = queries.project(session, project) or queries.project_named(session, project)
-    if row is None:
-        raise NotFoundError(f"There is no project {project}.", param="project")
+    """Change the weight, the quota or the limits of a project that is given by id or by name."""
+    row = existing_project(session, project)
     for field, value in changes.items():
         setattr(row, field, value)
     session.flush()
+    return row
+
+
+def existing_project(session: Session, project: str) -> Project:
+    """A project that is given by id or by name. Raises NotFoundError."""
+    row = queries.project(session, project) or queries.project_named(session, project)
+    if row is None:
+        raise NotFoundError(f"There is no project {project}.", param="project")
     return row
 
 
@@ -66,6 +72,11 @@ def list_projects(session: Session) -> list[Project]:
 def locked_project(session: Session, project_id: str) -> Project:
     """A project, held until the transaction ends: what is decided about its batches is decided one by one."""
     return queries.locked_project(session, project_id)
+
+
+def money_limits(session: Session, project_id: str) -> tuple[int | None, bool]:
+    """The monthly budget of a project in nano-dollars, if it has one, and whether it spends only what was topped up."""
+    return queries.money_limits(session, project_id)
 
 
 def salts(session: Session, project_ids: Iterable[str]) -> dict[str, str]:

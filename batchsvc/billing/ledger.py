@@ -1,19 +1,31 @@
 """The arithmetic of the ledger: which accounts a posting moves money between. Pure; billing/queries.py stores it.
 
-Double entry, in two phases, append-only:
-    reserve  available:<project> -> reserved:<project>   the most that the batch can cost, when it is planned
+Double entry, append-only. What a batch costs goes in two phases:
+    reserve  available:<project> -> reserved:<project>   what it will probably cost, when it is planned
+    extend   available:<project> -> reserved:<project>   more, before it spends more
     part     reserved:<project>  -> revenue              what the delivered lines of a part cost
     void     revenue             -> reserved:<project>   the same back, when the part was found damaged
     release  reserved:<project>  -> available:<project>  what is left, when the batch ends
+What an operator posts:
+    topup    cash                -> available:<project>  money that a prepaid project may spend
+    payment  cash                -> receivable:<project> money for what was invoiced
+    refund   revenue             -> available:<project>  a charge taken back, never more than was charged
+    credit   credits             -> available:<project>  goodwill: no charge is behind it
+
 Entries of a posting sum to 0. Its key makes a repeated posting a no-op. After the release a batch holds nothing in
-`reserved`, and `revenue` holds the sum of its parts that aren't void.
+`reserved`, and `revenue` holds the sum of its parts that aren't void, less refunds. `cash` is the world outside.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 REVENUE = "revenue"
+CASH = "cash"
+CREDITS = "credits"
+
+Movement = Literal["topup", "payment", "refund", "credit"]
 
 
 def available(project_id: str) -> str:
@@ -24,18 +36,24 @@ def reserved(project_id: str) -> str:
     return f"reserved:{project_id}"
 
 
+def receivable(project_id: str) -> str:
+    return f"receivable:{project_id}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posting:
     """A balanced transaction that isn't stored yet: `amount_nanos` leaves `source` and arrives in `target`."""
 
     kind: str
     key: str
-    batch_id: str
     project_id: str
     source: str
     target: str
     amount_nanos: int
+    batch_id: str | None = None
     part_id: str | None = None
+    reason: str | None = None
+    actor: str | None = None
 
     def entries(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """(account, amount) twice; the amounts sum to 0."""
@@ -47,6 +65,21 @@ def reserve(project_id: str, batch_id: str, amount_nanos: int) -> Posting:
     return Posting(
         kind="reserve",
         key=f"reserve:{batch_id}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=available(project_id),
+        target=reserved(project_id),
+        amount_nanos=amount_nanos,
+    )
+
+
+def extend(project_id: str, batch_id: str, amount_nanos: int, total_nanos: int) -> Posting:
+    """Reserves more. `total_nanos` is all that was reserved for the batch, this included: it only grows, so it names
+    the extension."""
+    _refuse_negative("extension", batch_id, amount_nanos)
+    return Posting(
+        kind="extend",
+        key=f"extend:{batch_id}:{total_nanos}",
         batch_id=batch_id,
         project_id=project_id,
         source=available(project_id),
@@ -94,6 +127,33 @@ def release(project_id: str, batch_id: str, fin_epoch: int, held_nanos: int) -> 
         source=reserved(project_id),
         target=available(project_id),
         amount_nanos=held_nanos,
+    )
+
+
+def move(
+    kind: Movement,
+    project_id: str,
+    amount_nanos: int,
+    *,
+    reason: str,
+    key: str,
+    actor: str | None = None,
+    batch_id: str | None = None,
+) -> Posting:
+    """What an operator posts. The same `key` again is the same posting, another one is another, however equal."""
+    if amount_nanos <= 0:
+        raise ValueError(f"A {kind} must be more than 0, not {amount_nanos} nano-dollars.")
+    sources = {"topup": CASH, "payment": CASH, "refund": REVENUE, "credit": CREDITS}
+    return Posting(
+        kind=kind,
+        key=f"{kind}:{project_id}:{key}",
+        batch_id=batch_id,
+        project_id=project_id,
+        source=sources[kind],
+        target=receivable(project_id) if kind == "payment" else available(project_id),
+        amount_nanos=amount_nanos,
+        reason=reason,
+        actor=actor,
     )
 
 

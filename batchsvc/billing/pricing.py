@@ -18,6 +18,8 @@ from batchsvc.money import Rates, line_cost_nanos
 DEFAULT_MODEL = "default"
 STANDARD_TIER = "standard"
 KINDS = ("input", "cached_input", "output")
+_MODEL_CHARS, _TIER_CHARS = 255, 32
+_MOST_RATE = 10**15  # a dollar a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,10 @@ def parse_book(data: Any) -> PriceBook:
     """A checked book. Raises InvalidRequestError (code `invalid_price`) that names the first wrong rate."""
     try:
         version, models = data["version"], data["models"]
-        _check(type(version) is int and version >= 1, "the version", "an integer of 1 or more", version)
+        _check(type(version) is int and 1 <= version < 2**31, "the version", "an integer of 1 or more", version)
+        _check(bool(models), "models", "at least one", models)
         rates = {
-            (model, tier): _parse_rates(f"{model}, {tier}", row)
+            (_name(model, _MODEL_CHARS), _name(tier, _TIER_CHARS)): _parse_rates(f"{model}, {tier}", row)
             for model, tiers in models.items()
             for tier, row in tiers.items()
         }
@@ -54,9 +57,24 @@ def parse_book(data: Any) -> PriceBook:
 def _parse_rates(where: str, row: Mapping[str, Any]) -> Rates:
     for kind in KINDS:
         value = row.get(kind)
-        ok = type(value) is int and value >= 0
+        ok = type(value) is int and 0 <= value <= _MOST_RATE
         _check(ok, f"{kind} of {where}", "an integer of 0 or more nano-dollars per million tokens", value)
+    for name in row.keys() - set(KINDS):
+        _check(False, f"{name} of {where}", f"left out: the kinds are {', '.join(KINDS)}", row[name])
     return Rates(**{kind: row[kind] for kind in KINDS})
+
+
+def as_json(book: PriceBook) -> dict[str, dict[str, dict[str, int]]]:
+    """The rates in the form that `parse_book` reads."""
+    models: dict[str, dict[str, dict[str, int]]] = {}
+    for (model, tier), rates in book.rates.items():
+        models.setdefault(model, {})[tier] = {kind: getattr(rates, kind) for kind in KINDS}
+    return models
+
+
+def _name(text: str, most: int) -> str:
+    _check(text.isprintable() and 0 < len(text) <= most, "a name", f"1 to {most} printable characters", text)
+    return text
 
 
 def _check(ok: bool, what: str, says: str, value: object) -> None:

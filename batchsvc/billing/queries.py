@@ -4,17 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Table, func, select
+from sqlalchemy import ColumnElement, Table, func, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from batchsvc.billing.ledger import Posting, reserved
-from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, Price, UsageRow
+from batchsvc.billing.ledger import REVENUE, Posting, reserved
+from batchsvc.billing.limits import Funds
+from batchsvc.billing.tables import Balance, LedgerEntry, LedgerTransaction, Price, UsageRow
 
 
-def newest_version(session: Session, now_ms: int) -> int | None:
-    """Version of the price book in force at `now_ms`."""
-    return session.scalar(select(func.max(Price.version)).where(Price.effective_ms <= now_ms))
+def version_in_force(session: Session, at_ms: int) -> int | None:
+    """The version that came into force last, at `at_ms` or before."""
+    newest_first = (Price.effective_ms.desc(), Price.version.desc())
+    return session.scalar(select(Price.version).where(Price.effective_ms <= at_ms).order_by(*newest_first).limit(1))
+
+
+def versions(session: Session) -> dict[int, int]:
+    """When each version comes into force, oldest version first."""
+    found = select(Price.version, func.min(Price.effective_ms)).group_by(Price.version).order_by(Price.version)
+    return {row[0]: row[1] for row in session.execute(found)}
+
+
+def prices(session: Session, version: int) -> list[Price]:
+    """All rates of a version."""
+    return list(session.scalars(select(Price).where(Price.version == version).order_by(Price.model, Price.tier)))
+
+
+def has_version(session: Session, version: int) -> bool:
+    """Whether a version has any rate."""
+    return session.scalar(select(Price.id).where(Price.version == version).limit(1)) is not None
+
+
+def lock_prices(session: Session) -> None:
+    """Hold off whoever else would make a version, until this transaction ends."""
+    if session.get_bind().dialect.name != "sqlite":  # which has one writer at a time
+        session.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
 
 
 def rates_of(session: Session, version: int, model: str, tier: str) -> dict[str, int]:
@@ -50,6 +74,8 @@ def insert_posting(session: Session, posting: Posting, *, price_version: int, cr
             "project_id": posting.project_id,
             "batch_id": posting.batch_id,
             "part_id": posting.part_id,
+            "reason": posting.reason,
+            "actor": posting.actor,
             "price_version": price_version,
             "created_ms": created_ms,
         },
@@ -65,6 +91,43 @@ def insert_posting(session: Session, posting: Posting, *, price_version: int, cr
     return True
 
 
+def transaction(session: Session, key: str) -> LedgerTransaction | None:
+    """The posting of a key."""
+    return session.scalars(select(LedgerTransaction).where(LedgerTransaction.key == key)).first()
+
+
+def amount_nanos(session: Session, transaction_id: int) -> int:
+    """What a posting moved."""
+    moved = select(func.max(LedgerEntry.amount_nanos)).where(LedgerEntry.transaction_id == transaction_id)
+    return session.scalar(moved) or 0
+
+
+def locked_funds(session: Session, project_id: str) -> Funds:
+    """What a project has, held until this transaction ends: nobody else reserves or refunds meanwhile."""
+    _insert_once(session, Balance, _NOTHING | {"project_id": project_id}, ("project_id",))
+    found = select(Balance).where(Balance.project_id == project_id).with_for_update()
+    return _funds(session.scalars(found.execution_options(populate_existing=True)).one())
+
+
+def funds(session: Session, project_id: str) -> Funds:
+    """What a project has at this moment."""
+    row = session.get(Balance, project_id, populate_existing=True)
+    return Funds() if row is None else _funds(row)
+
+
+def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> int:
+    """What a batch, or all of a project, was charged, less what was taken back."""
+    which: list[ColumnElement[bool]] = [LedgerTransaction.project_id == project_id, LedgerEntry.account == REVENUE]
+    if batch_id is not None:
+        which.append(LedgerTransaction.batch_id == batch_id)
+    total = session.scalar(
+        select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0))
+        .join(LedgerTransaction, LedgerTransaction.id == LedgerEntry.transaction_id)
+        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund")))
+    )
+    return int(total or 0)
+
+
 def held_nanos(session: Session, project_id: str, batch_id: str) -> int:
     """What a batch still holds in `reserved`: its reservation less its parts and releases."""
     total = session.scalar(
@@ -78,6 +141,18 @@ def held_nanos(session: Session, project_id: str, batch_id: str) -> int:
 def insert_usage(session: Session, row: dict[str, Any]) -> None:
     """Stores the usage of a part, once."""
     _insert_once(session, UsageRow, row, ("part_id",))
+
+
+_NOTHING = {"available_nanos": 0, "reserved_nanos": 0, "month": 0, "month_nanos": 0}
+
+
+def _funds(row: Balance) -> Funds:
+    return Funds(
+        available_nanos=row.available_nanos,
+        reserved_nanos=row.reserved_nanos,
+        month=row.month,
+        month_nanos=row.month_nanos,
+    )
 
 
 def _insert_once(session: Session, table: type[Any], row: dict[str, Any], unique: tuple[str, ...]) -> Any | None:

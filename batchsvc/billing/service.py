@@ -6,7 +6,10 @@ from typing import Any, Protocol
 
 from sqlalchemy.orm import Session
 
-from batchsvc.billing import ledger, pricing, queries
+from batchsvc.accounts import service as accounts
+from batchsvc.billing import ledger, limits, movements, pricing, queries
+from batchsvc.billing.limits import Limits
+from batchsvc.billing.movements import Moved
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
 from batchsvc.money import Rates
@@ -59,8 +62,10 @@ def seed_prices(session: Session) -> None:
     publish_book(session, pricing.shipped_book())
 
 
-def publish_book(session: Session, book: pricing.PriceBook) -> None:
-    """Adds a version of the price book, in force from now on."""
+def publish_book(session: Session, book: pricing.PriceBook, effective_ms: int | None = None) -> None:
+    """Adds a version of the price book, in force from now or another time on. One that is there stays as it is."""
+    if queries.has_version(session, book.version):
+        return
     now = database_now_ms(session)
     queries.insert_prices(
         session,
@@ -71,7 +76,7 @@ def publish_book(session: Session, book: pricing.PriceBook) -> None:
                 "tier": tier,
                 "kind": kind,
                 "nanos_per_mtok": getattr(rates, kind),
-                "effective_ms": now,
+                "effective_ms": now if effective_ms is None else effective_ms,
             }
             for (model, tier), rates in book.rates.items()
             for kind in pricing.KINDS
@@ -79,9 +84,9 @@ def publish_book(session: Session, book: pricing.PriceBook) -> None:
     )
 
 
-def current_version(session: Session) -> int:
-    """Version of the price book in force. Raises InvalidRequestError when there is none."""
-    version = queries.newest_version(session, database_now_ms(session))
+def current_version(session: Session, at_ms: int | None = None) -> int:
+    """Version of the price book in force now, or at another time. Raises InvalidRequestError when there is none."""
+    version = queries.version_in_force(session, database_now_ms(session) if at_ms is None else at_ms)
     if version is None:
         raise InvalidRequestError(
             "There is no price book: nothing can run until prices are set.", code="model_not_priced"
@@ -114,6 +119,28 @@ def post_reserve(session: Session, batch: BilledBatch) -> bool:
     return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now)
 
 
+def post_extend(session: Session, batch: BilledBatch, amount_nanos: int, total_nanos: int) -> bool:
+    """Reserves more for a batch, which makes `total_nanos` in all. False when that was done before."""
+    posting = ledger.extend(batch.project_id, batch.id, amount_nanos, total_nanos)
+    now = database_now_ms(session)
+    return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now)
+
+
+def limits_of(session: Session, project_id: str) -> Limits:
+    """The limits of a project."""
+    budget_nanos, is_prepaid = accounts.money_limits(session, project_id)
+    return Limits(budget_nanos=budget_nanos, is_prepaid=is_prepaid)
+
+
+def room_nanos(session: Session, project_id: str) -> int | None:
+    """What a project may reserve now; None: as much as it likes. What is decided by it is decided in this transaction:
+    it holds the project's balance, if the project has a limit at all."""
+    found = limits_of(session, project_id)
+    if found.is_none:
+        return None
+    return limits.room_nanos(found, queries.locked_funds(session, project_id), database_now_ms(session))
+
+
 def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
     """Adds a part's usage row and moves its cost from `reserved` to `revenue`. False when that was done before."""
     posting = ledger.part(batch.project_id, batch.id, part.id, part.cost_nanos)
@@ -139,6 +166,61 @@ def post_release(session: Session, batch: BilledBatch) -> bool:
     posting = ledger.release(batch.project_id, batch.id, batch.fin_epoch, held)
     now = database_now_ms(session)
     return queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now)
+
+
+def post_topup(
+    session: Session, project_id: str, amount_nanos: int, *, reason: str, key: str, actor: str | None = None
+) -> Moved:
+    """Adds money that a prepaid project may spend."""
+    return movements.post(session, "topup", project_id, amount_nanos, reason=reason, key=key, actor=actor)
+
+
+def post_payment(
+    session: Session,
+    project_id: str,
+    amount_nanos: int,
+    *,
+    reason: str,
+    key: str,
+    batch_id: str | None = None,
+    actor: str | None = None,
+) -> Moved:
+    """Notes that money came for what was invoiced."""
+    return movements.post(
+        session, "payment", project_id, amount_nanos, reason=reason, key=key, batch_id=batch_id, actor=actor
+    )
+
+
+def post_refund(
+    session: Session,
+    project_id: str,
+    amount_nanos: int,
+    *,
+    reason: str,
+    key: str,
+    batch_id: str | None = None,
+    actor: str | None = None,
+) -> Moved:
+    """Takes a charge back. Raises InvalidRequestError if it is more than was charged and not refunded yet."""
+    return movements.post(
+        session, "refund", project_id, amount_nanos, reason=reason, key=key, batch_id=batch_id, actor=actor
+    )
+
+
+def post_credit(
+    session: Session,
+    project_id: str,
+    amount_nanos: int,
+    *,
+    reason: str,
+    key: str,
+    batch_id: str | None = None,
+    actor: str | None = None,
+) -> Moved:
+    """Gives a project money without a charge behind it."""
+    return movements.post(
+        session, "credit", project_id, amount_nanos, reason=reason, key=key, batch_id=batch_id, actor=actor
+    )
 
 
 def _usage(batch: BilledBatch, part: BilledPart, *, key: str, sign: int, created_ms: int) -> dict[str, Any]:

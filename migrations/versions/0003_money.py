@@ -134,7 +134,7 @@ def _add_entries_to_balances() -> None:
     )
     charged = "NEW.account = 'revenue' AND t.kind IN ('part', 'void')"
     add = (
-        "INSERT INTO balances (project_id, available_nanos, reserved_nanos, month, month_nanos)"
+        "INSERT INTO balances (project_id, available_nanos, reserved_nanos, month, month_nanos)"  # noqa: S608  ours
         f" SELECT t.project_id, {amounts}, {year} * 12 + {month} - 1,"
         f" CASE WHEN {charged} THEN NEW.amount_nanos ELSE 0 END"
         " FROM ledger_transactions t WHERE t.id = NEW.transaction_id"

@@ -95,10 +95,10 @@ class LeaseKeeper:
                 if self._epochs.get(unit_id) == epoch:
                     del self._proof_s[unit_id], self._epochs[unit_id]
 
-    def is_held(self, unit_id: str) -> bool:
+    def is_held(self, claim: Claim) -> bool:
         """Whether the unit is certainly ours at this moment: nothing is written for one that isn't."""
         with self._lock:
-            proof = self._proof_s.get(unit_id)
+            proof = self._proof_s.get(claim.unit_id) if self._epochs.get(claim.unit_id) == claim.epoch else None
         return proof is not None and monotonic_s() - proof < self._lease_s * _SELF_FENCE
 
     def tick(self) -> None:
@@ -131,7 +131,7 @@ class LeaseKeeper:
         """Give up what can't be renewed any more. Never waits."""
         with self._lock:
             held = dict(self._epochs)
-        late = [Claim(unit_id, epoch) for unit_id, epoch in held.items() if not self.is_held(unit_id)]
+        late = [claim for claim in map(Claim, held.keys(), held.values()) if not self.is_held(claim)]
         if late:
             with self._lock:
                 self._given_up |= {unit_id: epoch for unit_id, epoch in late if unit_id in self._epochs}

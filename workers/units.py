@@ -58,6 +58,7 @@ class LeasesOf(Protocol):
 
     def hold(self, unit_id: str, epoch: int, since_s: float) -> None: ...
     def forget(self, claims: Iterable[Claim]) -> None: ...
+    def is_held(self, claim: Claim) -> bool: ...
 
 
 class PartsOf(Protocol):
@@ -424,6 +425,9 @@ class UnitSource:
         if (earlier := self._live.get(unit.id)) is not None:  # lost, freed and claimed again before anybody noticed
             self.lost([earlier.unit.claim])
         with self._changed:
+            if not self._leases.is_held(unit.claim):  # reading took longer than the lease, or the unit was taken away
+                self._parts.drop(unit.claim)
+                return
             self._parts.begin(unit)
             self._live[unit.id] = live
             if expectation is not None:

@@ -213,7 +213,7 @@ class Writer:
 
     def _run(self) -> None:
         while (buffer := self._next()) is not None:
-            if not self._leases.is_held(buffer.unit.id):
+            if not self._leases.is_held(buffer.unit.claim):
                 self._lose(buffer)
                 continue
             try:
@@ -252,7 +252,7 @@ class Writer:
             buffer.write = self._take(buffer)
         write = buffer.write
         self._put(buffer, write)
-        if not self._leases.is_held(unit.id):
+        if not self._leases.is_held(unit.claim):
             return self._lose(buffer)
         is_news = bool(write.part or write.saved or (write.ends and buffer.num_left))
         if is_news:

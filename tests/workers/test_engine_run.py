@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 from batchsvc.batches import unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Unit, Worker
+from batchsvc.batches.unit_queries import Claim
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
@@ -248,6 +249,32 @@ def test_a_worker_that_cannot_renew_fences_itself(sqlite_world: World, monkeypat
         run._units.is_draining = True
         until(lambda: run._units.num_live() == 0, "the unit is given up")
         assert world.units(batch_id)[0].epoch == before.epoch, "it writes nothing, it waits for the reaper"
+
+
+def test_a_unit_that_is_lost_while_it_is_read_does_not_run(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=4, unit_lines=4)
+    epochs: list[int] = []
+
+    class Noting(FakeEngine):
+        def add(self, request: Request) -> None:
+            epochs.append(int(request.id.split(":")[1]))
+            super().add(request)
+
+    class Slow(ObjectStore):
+        def get(self, key: str) -> bytes:
+            (unit,) = world.units(batch_id)
+            if key == unit.s3_key and unit.epoch == 1:
+                held = Claim(unit.id, unit.epoch)
+                with world.db.transaction() as session:
+                    assert unit_queries.release(session, unit.id, unit.epoch)
+                until(lambda: not run._leases.is_held(held), "the loss is noticed")
+            return super().get(key)
+
+    with worker(world, Noting(None), store=Slow(world.settings), renew_s=0.05) as run:
+        until(completed(world, batch_id), "all lines")
+    assert set(epochs) == {2}
+    finalized(world, batch_id, Status.COMPLETED)
 
 
 def test_a_request_that_cannot_run_is_an_error_line(sqlite_world: World) -> None:

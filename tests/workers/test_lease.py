@@ -48,13 +48,13 @@ def test_what_is_renewed_is_held_and_what_was_reaped_is_lost_once(world: World) 
     kept = Kept(world)
     first, second = kept.units
     kept.keeper.tick()
-    assert not kept.lost and kept.keeper.is_held(first.id) and kept.keeper.is_held(second.id)
+    assert not kept.lost and kept.keeper.is_held(first.claim) and kept.keeper.is_held(second.claim)
     with world.db.transaction() as session:
         assert unit_queries.release(session, first.id, first.epoch)
     kept.keeper.tick()
     kept.keeper.tick()
     assert kept.lost == [first.claim]
-    assert not kept.keeper.is_held(first.id) and kept.keeper.is_held(second.id)
+    assert not kept.keeper.is_held(first.claim) and kept.keeper.is_held(second.claim)
 
 
 def test_a_unit_that_was_claimed_anew_is_not_ours(world: World) -> None:
@@ -77,7 +77,7 @@ def test_the_loss_of_a_claim_is_not_that_of_the_next_one(world: World) -> None:
     kept.keeper.hold(again.id, again.epoch, monotonic_s())
     kept.keeper.forget([first.claim])  # told late, by whoever noticed last
     kept.keeper.tick()
-    assert kept.keeper.is_held(again.id) and not kept.lost
+    assert kept.keeper.is_held(again.claim) and not kept.lost
 
 
 def test_units_of_a_stopped_batch_are_told(world: World) -> None:
@@ -92,9 +92,9 @@ def test_without_renewal_it_fences_itself_before_the_lease_is_over(
 ) -> None:
     kept = Kept(sqlite_world, lease_s=0.6)
     monkeypatch.setattr(kept.keeper, "_renew", lambda: None)
-    assert kept.keeper.is_held(kept.units[0].id)
+    assert kept.keeper.is_held(kept.units[0].claim)
     time.sleep(0.6 * 5 / 6)
-    assert not kept.keeper.is_held(kept.units[0].id), "no thread has to run for that"
+    assert not kept.keeper.is_held(kept.units[0].claim), "no thread has to run for that"
     kept.keeper.tick()
     assert sorted(kept.lost) == sorted(unit.claim for unit in kept.units)
 

@@ -47,11 +47,12 @@ _USAGE_WIDTHS = {
 WIDTHS = {Kind.COMPLETIONS: _USAGE_WIDTHS, Kind.EMBEDDINGS: _USAGE_WIDTHS, Kind.COSTS: {"1d": Width(DAY_S, 7, 180)}}
 
 _COMMON = ("project_id", "user_id", "api_key_id", "model")
-_OWN = ("batch_id", "price_version")  # extensions; so is metadata.<key>
+# extensions, but for the tier of completions; so is metadata.<key>
+_OWN = ("service_tier", "batch_id", "price_version")
 GROUPS = {
-    Kind.COMPLETIONS: (*_COMMON, "batch", "service_tier", "api_source", *_OWN),
+    Kind.COMPLETIONS: (*_COMMON, "batch", "api_source", *_OWN),
     Kind.EMBEDDINGS: (*_COMMON, *_OWN),
-    Kind.COSTS: (*_COMMON, "line_item", "service_tier", "api_source", *_OWN),
+    Kind.COSTS: (*_COMMON, "line_item", "api_source", *_OWN),
 }
 FILTERS = {
     Kind.COMPLETIONS: ("project_ids", "user_ids", "api_key_ids", "models", "batch_ids"),

@@ -7,11 +7,11 @@ the API's own objects.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.target import select
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from batchsvc.batches.tables import Batch
+    from batchsvc.billing.usage import Kind
     from batchsvc.cli.client import Client
     from batchsvc.db.session import Database
 
@@ -41,6 +42,7 @@ class Admin(Protocol):
     def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]: ...
     def pause(self, batch_id: str) -> dict[str, Any]: ...
     def resume(self, batch_id: str) -> dict[str, Any]: ...
+    def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]: ...
 
 
 @contextmanager
@@ -112,6 +114,10 @@ class HttpAdmin:
     def resume(self, batch_id: str) -> dict[str, Any]:
         return self._client.post(f"/admin/batches/{quote(batch_id, safe='')}/resume", {})
 
+    def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        path = str(kind) if kind == "costs" else f"usage/{kind}"
+        return self._client.get(f"/organization/{path}?{urlencode(arguments)}")
+
 
 class DatabaseAdmin:
     """The service's own database."""
@@ -182,6 +188,12 @@ class DatabaseAdmin:
         from batchsvc.batches import poison_queries
 
         return self._changed_batch(lambda session: poison_queries.resume(session, batch_id))
+
+    def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        from batchsvc.billing import usage_service
+
+        with self._database.reading() as session:
+            return usage_service.answer(session, kind, arguments)
 
     def _changed_batch(self, change: Callable[[Session], Batch]) -> dict[str, Any]:
         from batchsvc.batches import service

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from batchsvc.cli import doctor, jobs, keys, lifecycle, models, operate, serve
+from batchsvc.cli import doctor, jobs, keys, lifecycle, models, operate, serve, usage
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.run import run
 
@@ -51,6 +51,8 @@ app.command()(lifecycle.down)
 app.command()(lifecycle.status)
 app.command()(lifecycle.logs)
 app.command()(doctor.doctor)
+app.command()(usage.usage)
+app.command()(usage.costs)
 app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(models.app, name="models")

@@ -5,8 +5,8 @@ claim_rank.py decides; here are the rows that it decides over, and the lock on w
 last of all. So no two of them wait for each other in a circle.
 
 Suspect units (poison.py) run alone: one engine of a model holds one of them and nothing else. Which engine that is
-needs no agreement: the first by id of those that live. It takes no other work while there are suspects, so it becomes
-empty, takes one, and whatever happens next has one cause.
+needs no agreement: the first by id of those that were heard of lately. It takes no other work while there are suspects,
+so it becomes empty, takes one, and whatever happens next has one cause.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ Kind = Literal["ranked", "suspect", "poison"]
 # statements of every claim are made once: making one takes longer than running it
 _NOW, _DIGEST = bindparam("p_now", type_=BigInt), bindparam("p_digest", type_=String)
 _CLOCK = ""  # project_id of the model's clock
+_SILENT_SHARE = 3  # of a lease: suspects don't wait for an engine that was silent for a third, about two heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +145,8 @@ def _is_ready(now_ms: Moment) -> Conditions:
 
 
 def _may_run(now_ms: Moment, *, is_night: bool) -> Conditions:
-    """Conditions on a batch: it runs, nobody paused it, its tokens fit the quota, and it is its time of day."""
-    conditions: Conditions = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota)
+    """Conditions on a batch: it runs, nobody paused it, it has quota and money, and it is its time of day."""
+    conditions: Conditions = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget)
     if is_night:
         return conditions
     # a batch that is late, or already merges, doesn't wait for the night
@@ -306,8 +307,9 @@ def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | Non
 
 
 def _is_warden(session: Session, claimer: Claimer) -> bool:
-    """Whether this is the engine that runs suspects: the first of those that live, or one that nobody registered."""
-    living = (Worker.beat_ms >= 2 * claimer.now_ms - claimer.lease_ms, Worker.is_draining.is_(False))
+    """Whether this is the engine that runs suspects: the first of those that live, or anyone if none was heard of."""
+    silent_ms = (claimer.lease_ms - claimer.now_ms) // _SILENT_SHARE
+    living = (Worker.beat_ms >= claimer.now_ms - silent_ms, Worker.is_draining.is_(False))
     first = session.scalar(select(func.min(Worker.id)).where(Worker.model_digest == claimer.model_digest, *living))
     return first in (None, claimer.owner)
 
@@ -347,5 +349,6 @@ def _lease_statement(kind: Kind, is_night: bool) -> ReturningUpdate[*tuple[Any, 
         update(Unit)
         .where(Unit.id.in_(select(picked.c.id)))
         .values(state="leased", epoch=Unit.epoch + 1, owner=bindparam("p_owner"), lease_ms=bindparam("p_lease_ms"))
+        .values(granted_nanos=0, spent_nanos=0)
         .returning(Unit.id, Unit.epoch, Unit.no, Unit.est_tokens, Unit.num_lines, lacking)
     )

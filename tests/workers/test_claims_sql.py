@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_queries, claim_rank, reaper_queries, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Share, Unit
+from batchsvc.batches.tables import Batch, Share, Unit, Worker
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.clock import now_ms
 from batchsvc.db.session import Database
@@ -169,6 +169,22 @@ def test_suspects_run_alone_on_the_first_engine(world: World) -> None:
     assert [unit.batch_id for unit in second] == [suspects]
     complete(world, second[0])
     assert {unit.batch_id for unit in claim(world, "w1", limit=5)}.isdisjoint({suspects})
+
+
+def test_suspects_do_not_wait_for_an_engine_that_is_silent(world: World) -> None:
+    """It may be dead: its lease says so after 30 s only, two missed heartbeats after 10."""
+    suspects = world.add_batch(num_lines=4, unit_lines=2)
+    world.set_units(suspects, is_suspect=True)
+    for name in ("w1", "w2"):
+        world.db.run(lambda session, name=name: worker_queries.register(session, name, DIGEST))
+    silence = update(Worker).where(Worker.id == "w1")
+    with world.db.transaction() as session:
+        session.execute(silence.values(beat_ms=Worker.beat_ms - 6_000))
+    assert claim(world, "w2") == [], "one late heartbeat is no death"
+    with world.db.transaction() as session:
+        session.execute(silence.values(beat_ms=Worker.beat_ms - 6_000))
+    assert [unit.is_suspect for unit in claim(world, "w2")] == [True]
+    assert claim(world, "w1") == [], "one engine at a time, also when it is heard of again"
 
 
 def test_an_engine_with_work_becomes_empty_before_it_takes_a_suspect(world: World) -> None:

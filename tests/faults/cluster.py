@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -112,7 +113,19 @@ class Process:
         assert not self.is_alive, f"{self.name} outlived kill -9"
 
     def stop(self) -> None:
+        """SIGSTOP, and wait until all of its threads stand still. See also `Cluster.stop`."""
         self.send(signal.SIGSTOP)
+        deadline = time.monotonic() + LIVENESS_S
+        while self.is_alive and self._thread_states() != {"T"}:
+            assert time.monotonic() < deadline, f"{self.name} doesn't stop"
+            time.sleep(0.001)
+
+    def _thread_states(self) -> set[str]:
+        states = set()
+        for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # a thread that ends just now
+                states.add(stat.read_text().rpartition(")")[2].split()[0])
+        return states
 
     def resume(self) -> None:
         self.send(signal.SIGCONT)
@@ -198,6 +211,12 @@ class Cluster:
         self.until(lambda: not process.is_alive or self._answers(), "the API answers")
         assert process.is_alive, process.text()[-_LOG_TAIL:]
         return process
+
+    def stop(self, process: Process) -> None:
+        """Stop a process at a moment when it doesn't write: SQLite would wait for it as long as it stands still."""
+        with self.db.transaction() as session:
+            database_now_ms(session)  # whoever begins to write is alone in this
+            process.stop()
 
     def alive(self, role: Role | None = None) -> list[Process]:
         return [process for process in self.processes if process.is_alive and role in (None, process.role)]

@@ -31,10 +31,14 @@ def planned_and_run(cluster: Cluster, count: int = 100) -> Job:
 
 
 @pytest.mark.parametrize("point", [*POINTS[:3], pytest.param(POINTS[3], marks=pytest.mark.quick_faults), POINTS[4]])
-def test_row_57_a_finalizer_that_comes_back_finds_it_done(cluster: Cluster, judge: Judge, point: str) -> None:
-    job = planned_and_run(cluster)
-    first = cluster.start("control", failpoints=f"{point}=stop@1")
-    cluster.until(lambda: cluster.passed(point), "the first is stopped there")
+def test_row_57_a_finalizer_that_comes_back_finds_it_done(
+    cluster: Cluster, judge: Judge, tmp_path: Path, point: str
+) -> None:
+    job, go_on = planned_and_run(cluster), tmp_path / "go-on"
+    first = cluster.start("control", failpoints=f"{point}=wait:{go_on}@1")
+    cluster.until(lambda: cluster.passed(point), "the first is there")
+    cluster.stop(first)
+    go_on.touch()
     epoch = cluster.batch(job).fin_epoch
     cluster.start("control")
     cluster.wait(job, "completed")
@@ -85,21 +89,22 @@ def test_row_58_killed_before_and_after_complete(cluster: Cluster, judge: Judge,
 
 
 @pytest.mark.quick_faults
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_row_59_a_part_between_sealing_and_reading_counts_no_more(
     cluster: Cluster, judge: Judge, tmp_path: Path
 ) -> None:
-    """On PostgreSQL: a process that is stopped while it writes to SQLite keeps everybody else from writing."""
-    gate = tmp_path / "gate"
+    gate, read_on = tmp_path / "gate", tmp_path / "read-on"
     cluster.start("control")
     job = cluster.submit(100)
     worker = cluster.start("engine", failpoints=f"part.stored=wait:{gate}@3")
     cluster.until(lambda: cluster.passed("part.stored"), "a part is stored and doesn't count")
-    worker.stop()  # it can't let go of its units, so that sealing has to take them
+    cluster.stop(worker)  # it can't let go of its units, so that sealing has to take them
     cluster.cancel(job)
-    finalizer = cluster.start("control", failpoints="batch.sealed=stop@1")
+    finalizer = cluster.start("control", failpoints=f"batch.sealed=wait:{read_on}@1")
     cluster.alive("control")[0].kill()
     cluster.until(lambda: cluster.passed("batch.sealed"), "it is sealed, and not read")
+    cluster.stop(finalizer)
+    read_on.touch()
     before = {part.id for part in cluster.parts(job)}
     gate.touch()
     worker.resume()

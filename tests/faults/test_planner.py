@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from sqlalchemy import select
@@ -51,11 +52,14 @@ def test_row_06_planner_killed_at_each_window(cluster: Cluster, judge: Judge) ->
 
 
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
-def test_row_07_two_planners_of_one_window(cluster: Cluster, judge: Judge) -> None:
+def test_row_07_two_planners_of_one_window(cluster: Cluster, judge: Judge, tmp_path: Path) -> None:
     """The first is stopped when its window is stored; the second plans all; the first wakes up and may not count."""
-    first = cluster.start("control", failpoints="window.stored=stop@2", **WINDOWS)
+    go_on = tmp_path / "go-on"
+    first = cluster.start("control", failpoints=f"window.stored=wait:{go_on}@2", **WINDOWS)
     job = cluster.submit(100)
-    cluster.until(lambda: cluster.passed("window.stored"), "the first planner stops")
+    cluster.until(lambda: cluster.passed("window.stored"), "the first planner is there")
+    cluster.stop(first)
+    go_on.touch()
     cluster.start("control", **WINDOWS)
     hints = CeleryDispatcher(cluster.services.redis_url)
     for _ in range(5):

@@ -32,7 +32,7 @@ def test_a_cancel_does_not_wait_for_a_hung_worker(cluster: Cluster, judge: Judge
     hung = cluster.start("engine", BATCHSVC_LEASE_S=60, BATCHSVC_RENEW_S=5, BATCHSVC_FAKE_TOKENS_PER_S=200)
     job = cluster.submit(200, max_tokens=20)
     cluster.until(lambda: cluster.num_done(job), "the first part")
-    hung.stop()
+    cluster.stop(hung)
     assert cluster.cancel(job).json()["status"] == "cancelling"
     cluster.wait(job, "cancelled")
     batch = cluster.batch(job)

@@ -149,13 +149,16 @@ def test_row_45_the_sweep_spares_what_is_about_to_count(cluster: Cluster, judge:
     assert len(judge(job, counts_may_fall=True).output) == 60
     assert sum(part.is_void for part in cluster.parts(job)) == 1, "the finalizer has noticed"
 
-    slow = cluster.serve(failpoints="file.stored=stop")
+    write_it = tmp_path / "write-it"
+    slow = cluster.serve(failpoints=f"file.stored=wait:{write_it}")
     uploads = f"{keys.INPUTS}{cluster.project_id}/"
     known = {key for key, _ in cluster.store.list_keys(uploads)}
     thread = threading.Thread(target=lambda: uploaded.append(cluster.upload(cluster.lines(3))))
     uploaded: list[str] = []
     thread.start()
     cluster.until(lambda: cluster.passed("file.stored"), "an upload is stored, its row isn't written")
+    cluster.stop(slow)
+    write_it.touch()
     assert usual_audit(cluster) == 0, "the usual grace outlasts any upload"
     (unwritten,) = {key for key, _ in cluster.store.list_keys(uploads)} - known
     assert audit_without_grace(cluster) >= 1

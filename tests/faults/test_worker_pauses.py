@@ -21,7 +21,7 @@ def test_row_14_stopped_for_three_leases(cluster: Cluster, judge: Judge) -> None
     sleeper = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=60)
     job = cluster.submit(120)
     cluster.until(lambda: cluster.holds(sleeper) and cluster.num_done(job), "its first part")
-    sleeper.stop()
+    cluster.stop(sleeper)
     held = {unit.id: unit.epoch for unit in cluster.holds(sleeper)}
     assert held
     stopped_s = time.time()

@@ -36,6 +36,10 @@ def part_id() -> str:
     return "part_" + random_text(24)
 
 
+def invoice_id() -> str:
+    return "inv_" + random_text(24)
+
+
 def worker_id(host: str, pid: int) -> str:
     """Unique for every start of a process: a restarted worker must not look like its dead self."""
     return f"{host}:{pid}:{random_text(8)}"

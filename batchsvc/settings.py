@@ -111,6 +111,21 @@ class Settings(BaseSettings):
     quote_ttl_s: int = Field(default=86_400, ge=60, description="how long batches can be created at a quote's prices")
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
+    seller_name: str = Field(default="", max_length=255, description="who issues invoices: name of the seller")
+    seller_address: str = Field(
+        default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
+    )
+    seller_country: str = Field(default="", max_length=2, description="country of the seller (ISO 3166), such as DE")
+    seller_tax_id: str = Field(default="", max_length=64, description="tax id of the seller")
+    seller_tax_rate: str = Field(
+        default="0", description="tax on invoices in percent, such as 19, where a buyer has no rate of its own"
+    )
+    seller_prefix: str = Field(
+        default="INV",
+        pattern=r"^[A-Z0-9]{1,12}$",
+        description="what invoice numbers begin with; each prefix is a series of its own without gaps",
+    )
+
     lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")
     renew_s: float = Field(default=5, gt=0, description="how often leases are renewed")
     reaper_s: float = Field(default=5, gt=0, description="how often the reaper looks")
@@ -160,6 +175,13 @@ class Settings(BaseSettings):
     def _names_hours(cls, value: str | None) -> str | None:
         if value is not None and (not _HOURS.fullmatch(value) or value[:5] == value[6:]):
             raise ValueError("it names two times of day, such as 22:00-06:00")
+        return value
+
+    @field_validator("seller_tax_rate")
+    @classmethod
+    def _is_a_percentage(cls, value: str) -> str:
+        if not re.fullmatch(r"\d{1,2}(\.\d{1,4})?|100", value, re.ASCII):
+            raise ValueError("it is a percentage with at most 4 digits after the point")
         return value
 
     @field_validator("timezone")

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batchsvc.errors import InvalidRequestError
-from batchsvc.money import NANOS_PER_DOLLAR, TOKENS_PER_RATE, Rates, divide_half_even
+from batchsvc.money import NANOS_PER_DOLLAR, divide_half_even
 
-NANOS_PER_UNIT = 1_000_000_000
 PPM = 1_000_000
 PRICE_CURRENCY = "USD"
 _DECIMAL = re.compile(r"(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
@@ -81,7 +80,7 @@ class Posted:
 
 def minor_unit(exponent: int) -> int:
     """Nano-units in a minor unit: 10,000,000 in a cent."""
-    return 10 ** (9 - exponent)
+    return int(10 ** (9 - exponent))
 
 
 def totals(net_nanos: int, terms: Terms) -> Totals:
@@ -112,65 +111,22 @@ def posted(net_nanos: int, amounts: Totals, terms: Terms) -> Posted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Usage at one price. `reverses` names the invoice, or the month, that it takes something back from."""
-
-    project_id: str
-    model: str
-    tier: str
-    price_version: int
-    reverses: str | None
-    requests: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    cost_nanos: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A row of an invoice: tokens at a rate, or (without a rate) an amount alone."""
+    """A row of an invoice: tokens at a rate, or (without a rate) an amount alone.
 
-    project_id: str
-    model: str
-    tier: str
-    kind: str
-    price_version: int
-    tokens: int
-    rate_nanos: int | None
-    amount_nanos: int
-    reverses: str | None = None
-    batch_id: str | None = None
-
-
-def lines_of(group: Group, rates: Rates) -> list[Line]:
-    """The rows of a group: a kind of token each, and the roundings of its requests; they sum to its cost, exactly.
-
-    Each request was rounded to a nano-dollar when it was charged, over its three kinds together. So tokens times
-    rate miss the sum of what was charged by a few nano-dollars, which are a row of their own.
+    `reverses` names the invoice that it takes something back from, or the month, if that was never billed.
     """
 
-    def line(kind: str, tokens: int, rate: int | None, amount: int) -> Line:
-        return Line(
-            project_id=group.project_id,
-            model=group.model,
-            tier=group.tier,
-            kind=kind,
-            price_version=group.price_version,
-            tokens=tokens,
-            rate_nanos=rate,
-            amount_nanos=amount,
-            reverses=group.reverses,
-        )
-
-    by_kind = (
-        ("input", group.input_tokens - group.cached_tokens, rates.input),
-        ("cached_input", group.cached_tokens, rates.cached_input),
-        ("output", group.output_tokens, rates.output),
-    )
-    found = [line(kind, n, rate, divide_half_even(n * rate, TOKENS_PER_RATE)) for kind, n, rate in by_kind if n]
-    rest = group.cost_nanos - sum(item.amount_nanos for item in found)
-    return [*found, line("request_rounding", 0, None, rest)] if rest else found
+    project_id: str
+    kind: str
+    amount_nanos: int
+    model: str = ""
+    tier: str = ""
+    price_version: int = 0
+    tokens: int = 0
+    rate_nanos: int | None = None
+    reverses: str | None = None
+    batch_id: str | None = None
 
 
 def parse_units(text: str, *, name: str, exponent: int = 9) -> int:
@@ -181,6 +137,14 @@ def parse_units(text: str, *, name: str, exponent: int = 9) -> int:
         digits = f"at most {exponent} digits after the point" if exponent else "no digits after a point"
         raise InvalidRequestError(f"{name} can't be {text!r}: it is a number with {digits}.", param=name)
     return int(found[1] + fraction.ljust(exponent, "0"))
+
+
+def tax_rate_ppm(percent: str) -> int:
+    """`19` or `8.875` percent in millionths. Raises InvalidRequestError for less than 0 or more than 100."""
+    ppm = parse_units(percent, name="tax_rate", exponent=4)
+    if ppm > PPM:
+        raise InvalidRequestError(f"tax_rate can't be {percent!r}: it is a percentage.", param="tax_rate")
+    return ppm
 
 
 def format_units(units: int, *, digits: int = 2, exponent: int = 9) -> str:

@@ -56,7 +56,7 @@ class Invoice(Base):
     created_ms: Mapped[Millis]
     issued_ms: Mapped[int | None] = mapped_column(BigInt)
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))  # who pays
-    projects: Mapped[list[Any]] = mapped_column(Json)  # ids of those whose usage it bills
+    projects: Mapped[list[Any]] = mapped_column(Json)  # [{"id": ..., "name": ...}] of those whose usage it bills
     month: Mapped[str] = mapped_column(String(7))  # of supply
     seller: Mapped[dict[str, Any]] = mapped_column(Json)
     buyer: Mapped[dict[str, Any]] = mapped_column(Json)
@@ -77,6 +77,10 @@ class Invoice(Base):
     reason: Mapped[str | None] = mapped_column(String(255))
     key: Mapped[str | None] = mapped_column(String(160), unique=True)  # makes a credit note idempotent
 
+    @property
+    def project_ids(self) -> list[str]:
+        return [str(project["id"]) for project in self.projects]
+
 
 class InvoiceLine(Base):
     """A row of an invoice: tokens of a kind at a price, or an amount alone."""
@@ -88,7 +92,7 @@ class InvoiceLine(Base):
     project_id: Mapped[str] = mapped_column(String(64))
     model: Mapped[str] = mapped_column(String(255))
     tier: Mapped[str] = mapped_column(String(32))
-    kind: Mapped[str] = mapped_column(String(24))  # input, cached_input, output, request_rounding, refund, credit
+    kind: Mapped[str] = mapped_column(String(24))  # as in line_items.py, or refund, credit
     price_version: Mapped[int] = mapped_column(Integer)
     tokens: Mapped[int] = mapped_column(BigInt)
     rate_nanos: Mapped[int | None] = mapped_column(BigInt)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
 from batchsvc.cli.exits import CommandError, Exit
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from batchsvc.billing.usage import Kind
     from batchsvc.cli.client import Client
     from batchsvc.db.session import Database
+
+T = TypeVar("T")
 
 _PATIENCE_S = 300.0
 _RENEW_S = 5.0  # the setting's default; only what a shown batch waits for depends on it
@@ -48,6 +50,22 @@ class Admin(Protocol):
 @contextmanager
 def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *, from_env: bool) -> Iterator[Admin]:
     """The way to the service that the flags and the environment name."""
+    by_http: Callable[[Client], Admin] = HttpAdmin
+    with opened_way(by_http, DatabaseAdmin, data_dir, url, api_key, from_env=from_env) as admin:
+        yield admin
+
+
+@contextmanager
+def opened_way(
+    by_http: Callable[[Client], T],
+    by_database: Callable[[Database], T],
+    data_dir: Path | None,
+    url: str | None,
+    api_key: str | None,
+    *,
+    from_env: bool,
+) -> Iterator[T]:
+    """One of two twins: over a server, or over the service's own database."""
     if from_env:
         if data_dir is not None or url or api_key:
             raise CommandError("--from-env names a deployment of its own: leave the other flags out.", Exit.USAGE)
@@ -58,7 +76,7 @@ def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *,
 
         database = Database(Settings.from_env().database_url)
         try:
-            yield DatabaseAdmin(database)
+            yield by_database(database)
         except DBAPIError as error:
             reason = str(error.orig).splitlines()[0].rstrip(".")
             raise CommandError(
@@ -71,14 +89,14 @@ def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *,
     if target.directory is not None:
         database = _database_of(target.directory)
         try:
-            yield DatabaseAdmin(database)
+            yield by_database(database)
         finally:
             database.dispose()
         return
     from batchsvc.cli.client import Client
 
     with Client(target.url, target.api_key, is_local=False) as client:
-        yield HttpAdmin(client)
+        yield by_http(client)
 
 
 class HttpAdmin:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from batchsvc.cli import doctor, jobs, keys, lifecycle, models, operate, serve, usage
+from batchsvc.cli import doctor, invoice, jobs, keys, lifecycle, models, operate, serve, statement, usage
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.run import run
 
@@ -53,8 +53,10 @@ app.command()(lifecycle.logs)
 app.command()(doctor.doctor)
 app.command()(usage.usage)
 app.command()(usage.costs)
+app.command()(statement.statement)
 app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
 app.add_typer(operate.app, name="admin")
+app.add_typer(invoice.app, name="invoice")

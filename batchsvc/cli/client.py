@@ -51,8 +51,14 @@ class Client:
     @contextmanager
     def content(self, file_id: str) -> Iterator[Iterator[bytes]]:
         """The bytes of a file, in chunks."""
+        with self.download(f"/files/{file_id}/content") as chunks:
+            yield chunks
+
+    @contextmanager
+    def download(self, path: str) -> Iterator[Iterator[bytes]]:
+        """What a route answers that sends no JSON, in chunks."""
         try:
-            with self._http.stream("GET", f"{self.url}/files/{file_id}/content") as response:
+            with self._http.stream("GET", self.url + path) as response:
                 if response.is_error:
                     response.read()
                     raise _refusal(response)

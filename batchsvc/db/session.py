@@ -66,8 +66,16 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A snapshot to read from; on SQLite it takes no write lock."""
+        """A transaction to read in; on SQLite it takes no write lock."""
         with Session(self._read_engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        """Like `reading`, and all its queries see the same moment: on SQLite they do anyway."""
+        with self.reading() as session:
+            if not self.is_sqlite:
+                session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
             yield session
 
     def run(self, work: Callable[[Session], T], *, attempts: int = 3) -> T:

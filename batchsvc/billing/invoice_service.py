@@ -1,0 +1,239 @@
+"""What can be done with invoices: issue a draft under the next number, and what follows.
+
+1. `draft` (billing/invoice_draft.py) adds up a month of a project.
+2. `issue` takes the next number in its own transaction, once the month is closed. From then on nothing of the invoice
+   changes but its state: triggers of the database refuse it.
+3. `pay`, `void` and `dispute` move the state as billing/invoice.py allows; `credit_note` corrects an issued invoice
+   by a document with a number of its own.
+
+A month is closed when no transaction that began in it can still be under way, so nothing is added to it any more.
+What is taken back later stands in the month in which that happens and names the invoice that it corrects.
+
+In the ledger an invoice moves what was used into what is owed: receivable:<payer> -> available:<project> for the net
+amount of each project, receivable:<payer> -> tax and -> rounding for the rest. A payment settles the receivable.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy.orm import Session
+
+from batchsvc.accounts import service as accounts
+from batchsvc.billing import invoice as rules
+from batchsvc.billing import invoice_postings as postings
+from batchsvc.billing import invoice_queries as queries
+from batchsvc.billing.invoice import InvoiceStatus, Line, Posted, Terms, Totals
+from batchsvc.billing.invoice_draft import seller_of, store, terms_of
+from batchsvc.billing.invoice_tables import Invoice
+from batchsvc.billing.month import Month, iso_time
+from batchsvc.db.session import database_now_ms
+from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.settings import Settings
+
+CLOSES_AFTER_MS = 600_000  # the longest that a transaction can go on is a fraction of this
+
+
+# -- from draft to issued ------------------------------------------------------------------------------------------
+
+
+def issue(session: Session, name: str) -> Invoice:
+    """Issues a draft under the next number of its seller; issuing it again changes nothing."""
+    found = locked(session, name)
+    if found.status != InvoiceStatus.DRAFT:
+        return found
+    now, month = database_now_ms(session), Month.parse(found.month)
+    closes_ms = month.end_ms + CLOSES_AFTER_MS
+    if now < closes_ms:
+        raise InvalidRequestError(
+            f"{month} isn't closed yet: its invoice can be issued from {iso_time(closes_ms)} on.", code="month_open"
+        )
+    if found.created_ms < closes_ms:
+        raise InvalidRequestError(
+            f"This draft was made before {month} was closed: `batchsvc invoice draft` makes a new one.",
+            code="draft_outdated",
+        )
+    _check_parties(found)
+    stored = queries.lines(session, found.id)
+    billed = queries.billed(session, found.project_ids)
+    if any((line.project_id, line.reverses or "") in billed for line in stored):
+        raise InvalidRequestError(
+            "An earlier month that this draft corrects was billed since: draft it again, so that it names the invoice.",
+            code="draft_outdated",
+        )
+    _number(session, found, now, kind="" if found.net_nanos >= 0 else "-CN")
+    if owner := queries.claim(session, found.project_ids, found.month, found.id):
+        raise InvalidRequestError(f"{month} is billed by another invoice ({owner}).", code="already_billed")
+    postings.post_issue(session, found, stored, now)
+    if accounts.existing_project(session, found.project_id).is_prepaid:
+        postings.post_settlement(session, found, now)
+        _move(session, found, InvoiceStatus.PAID, "from the prepaid balance")
+    return found
+
+
+# -- after that ----------------------------------------------------------------------------------------------------
+
+
+def pay(session: Session, name: str, reason: str | None = None) -> Invoice:
+    """Books the payment of what is still owed on an invoice; paying it again changes nothing."""
+    found = locked(session, name)
+    if found.status == InvoiceStatus.PAID:
+        return found
+    _move(session, found, InvoiceStatus.PAID, reason)
+    postings.post_payment(session, found, owed_nanos(session, found))
+    return found
+
+
+def void(session: Session, name: str, reason: str) -> Invoice:
+    """Takes an issued invoice back as a whole: its number stays, its months can be billed again."""
+    found = locked(session, name)
+    if found.status == InvoiceStatus.VOID:
+        return found
+    if found.kind == "credit_note" and found.corrects is not None:
+        raise InvalidRequestError(f"The credit note {found.number} can't be made void: invoice the amount instead.")
+    if found.number and (notes := queries.credit_notes(session, found.number)):
+        raise InvalidRequestError(
+            f"The invoice {found.number} was corrected by {notes[0].number}: a credit note over the rest takes it back."
+        )
+    _move(session, found, InvoiceStatus.VOID, reason)
+    postings.post_void(session, found, queries.lines(session, found.id), database_now_ms(session))
+    queries.give_back_claims(session, found.id)
+    return found
+
+
+def dispute(session: Session, name: str, reason: str) -> Invoice:
+    """Marks an issued invoice as disputed."""
+    found = locked(session, name)
+    if found.status != InvoiceStatus.DISPUTED:
+        _move(session, found, InvoiceStatus.DISPUTED, reason)
+    return found
+
+
+def credit_note(
+    session: Session, settings: Settings, name: str, *, amount: str | None, reason: str, key: str | None = None
+) -> Invoice:
+    """A credit note over an amount in the invoice's currency, tax included, or over all that is left of it."""
+    corrected = locked(session, name)
+    if key is not None and (made := queries.invoice_by_key(session, key)) is not None:
+        return made
+    if corrected.kind != "invoice" or corrected.status in (InvoiceStatus.DRAFT, InvoiceStatus.VOID):
+        raise InvalidRequestError(
+            f"A credit note corrects an invoice that was issued: {name} is a {corrected.kind.replace('_', ' ')},"
+            f" {corrected.status}."
+        )
+    notes = queries.credit_notes(session, str(corrected.number))
+    left = corrected.payable_minor + sum(note.payable_minor for note in notes)
+    terms = terms_of(corrected)
+    wanted = left if amount is None else rules.parse_units(amount, name="amount", exponent=terms.exponent)
+    if not 0 < wanted <= left:
+        raise InvalidRequestError(
+            f"Of {corrected.number}, {_money(left, terms)} can still be credited, not {_money(wanted, terms)}.",
+            param="amount",
+        )
+    net_nanos, amounts = rules.part_of_gross(-wanted, terms)
+    posted = rules.posted(net_nanos, amounts, terms)
+    if wanted == left:  # exactly what is left of every amount, so that the documents sum to 0
+        documents = [corrected, *notes]
+        net_nanos = -sum(row.net_nanos for row in documents)
+        amounts = Totals(
+            net=-sum(row.net for row in documents),
+            tax=-sum(row.tax for row in documents),
+            rounding=-sum(row.rounding for row in documents),
+            payable_minor=-left,
+        )
+        posted = Posted(
+            tax_nanos=-sum(row.tax_nanos for row in documents),
+            rounding_nanos=-sum(row.rounding_nanos for row in documents),
+            payable_nanos=-sum(row.payable_nanos for row in documents),
+        )
+    line = Line(project_id=corrected.project_id, kind="credit", amount_nanos=net_nanos, reverses=str(corrected.number))
+    made = store(
+        session,
+        kind="credit_note",
+        payer=corrected.project_id,
+        projects=corrected.projects,
+        month=corrected.month,
+        seller=seller_of(settings),
+        buyer=corrected.buyer,
+        terms=terms,
+        tax_note=corrected.tax_note,
+        net_nanos=net_nanos,
+        amounts=amounts,
+        lines=[line],
+        posted=posted,
+        corrects=str(corrected.number),
+        reason=reason,
+        key=key,
+    )
+    now = database_now_ms(session)
+    _check_parties(made)
+    _number(session, made, now, kind="-CN")
+    postings.post_credit_note(session, made, now)
+    return made
+
+
+def owed_nanos(session: Session, found: Invoice) -> int:
+    """What is payable of an invoice after its credit notes."""
+    return found.payable_nanos + sum(note.payable_nanos for note in queries.credit_notes(session, str(found.number)))
+
+
+def show(session: Session, name: str) -> Invoice:
+    """An invoice by its id or number."""
+    found = queries.read_invoice(session, name)
+    if found is None:
+        raise NotFoundError(f"There is no invoice {name}.", param="invoice")
+    return found
+
+
+def locked(session: Session, name: str) -> Invoice:
+    """An invoice by its id or number, held until the transaction ends."""
+    found = queries.invoice(session, name)
+    if found is None:
+        raise NotFoundError(f"There is no invoice {name}.", param="invoice")
+    return found
+
+
+def list_invoices(
+    session: Session, *, project: str | None = None, month: str | None = None, status: str | None = None
+) -> list[Invoice]:
+    """Invoices and credit notes, oldest first."""
+    project_id = None if project is None else accounts.existing_project(session, project).id
+    if month is not None:
+        Month.parse(month)
+    return queries.invoices(session, project_id=project_id, month=month, status=status)
+
+
+def _number(session: Session, row: Invoice, now: int, *, kind: str) -> None:
+    """Takes the next number of the seller's series. From this flush on the row is frozen."""
+    series = str(row.seller["prefix"]) + kind
+    row.series = series
+    row.no = queries.take_number(session, series)
+    row.number = f"{series}-{row.no:06d}"
+    if kind:
+        row.kind = "credit_note"
+    row.issued_ms = now
+    _move(session, row, InvoiceStatus.ISSUED, None)
+
+
+def _move(session: Session, row: Invoice, to: InvoiceStatus, reason: str | None) -> None:
+    rules.check_move(row.number or row.id, InvoiceStatus(row.status), to)
+    row.status, row.status_ms, row.status_reason = to, database_now_ms(session), reason
+    session.flush()
+
+
+def _check_parties(row: Invoice) -> None:
+    lacks = [f"BATCHSVC_SELLER_{field.upper()}" for field in ("name", "address", "tax_id") if not row.seller[field]]
+    if lacks:
+        raise InvalidRequestError(
+            f"An invoice names its seller: set {', '.join(lacks)}, then draft it again.", code="incomplete_party"
+        )
+    needs = ("address", "tax_id") if row.tax_note else ("address",)
+    missing = [f"--{field.replace('_', '-')}" for field in needs if not row.buyer[field]]
+    if missing:
+        raise InvalidRequestError(
+            f"An invoice names its buyer: `batchsvc invoice party {row.project_id}` takes {' and '.join(missing)};"
+            " then draft it again.",
+            code="incomplete_party",
+        )
+
+
+def _money(minor: int, terms: Terms) -> str:
+    return f"{rules.format_units(minor, digits=terms.exponent, exponent=terms.exponent)} {terms.currency}"

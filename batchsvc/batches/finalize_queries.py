@@ -171,6 +171,7 @@ def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> 
     batch.output_tokens -= part.output_tokens
     batch.cost_nanos -= part.cost_nanos
     batch.standard_nanos -= part.standard_nanos
+    batch.over_budget -= part.over_budget
     batch.est_done_tokens -= part.est_tokens
     progress_queries.note_work(batch, now)
     if part.unit_id is None:

@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import garbage_queries, lifecycle, models, queries, quota_queries
+from batchsvc.batches import budget_queries, garbage_queries, lifecycle, models, queries, quota_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -112,6 +112,7 @@ class NewWindow:
     line_nos_key: str
     line_nos_sha256: str
     reserve_nanos: int
+    high_nanos: int = 0
     units: Sequence[NewUnit] = ()
     rejected: RejectedPart | None = None
     problems: Sequence[Problem] = ()
@@ -192,7 +193,7 @@ def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> Pin
         batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
         batch.rates = {"tier": asdict(tier), "standard": asdict(standard)}
     elif batch.quote_id is not None and model.digest != batch.model_digest:
-        raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_model_changed")
+        raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_changed")
     return PinnedModel(
         id=model.id, path=model.path, digest=batch.model_digest or "", rates=Rates(**batch.rates["tier"])
     )
@@ -220,6 +221,7 @@ def add_window(session: Session, batch_id: str, epoch: int, no: int, window: New
             line_nos_key=window.line_nos_key,
             line_nos_sha256=window.line_nos_sha256,
             reserve_nanos=window.reserve_nanos,
+            high_nanos=window.high_nanos,
         )
     )
     if window.units:
@@ -262,11 +264,11 @@ def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None 
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
         return False
-    lines, rejected, nanos = session.execute(
+    lines, rejected, high_nanos = session.execute(
         select(
             func.coalesce(func.sum(Window.num_lines), 0),
             func.coalesce(func.sum(Window.num_rejected), 0),
-            func.coalesce(func.sum(Window.reserve_nanos), 0),
+            func.coalesce(func.sum(Window.high_nanos), 0),
         ).where(Window.batch_id == batch_id)
     ).one()
     est_tokens, sure_tokens = session.execute(
@@ -275,7 +277,9 @@ def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None 
             func.coalesce(func.sum(Unit.sure_tokens), 0),
         ).where(Unit.batch_id == batch_id)
     ).one()
-    refused = quota_queries.take(session, batch, int(est_tokens), quota_tokens)
+    refused = quota_queries.take(session, batch, int(est_tokens), quota_tokens) or budget_queries.start(
+        session, batch, int(high_nanos)
+    )
     if refused is not None:
         return fail(session, batch_id, epoch, refused, [], num_problems=0, max_problems=1)
     values = {
@@ -283,7 +287,6 @@ def start(session: Session, batch_id: str, epoch: int, quota_tokens: int | None 
         "sure_tokens": int(sure_tokens),
         "total": int(lines),
         "failed": int(rejected),
-        "reserved_nanos": int(nanos),
         "plan_owner": None,
         "plan_lease_ms": 0,
     }

@@ -34,6 +34,7 @@ from batchsvc.batches.window_file import WindowLines
 from batchsvc.billing.pricing import most_nanos
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files.lines import Problem, UnreadableFileError
+from batchsvc.money import TOKENS_PER_RATE
 from batchsvc.store import keys
 
 log = structlog.get_logger(__name__)
@@ -139,7 +140,7 @@ class _WindowPlanner:
 
     def _commit_window(self, draft: WindowDraft) -> None:
         claim = self._claim
-        units, reserve_nanos = self._write_units(draft.requests) if draft.requests else ([], 0)
+        units, reserve_nanos, high_nanos = self._write_units(draft.requests) if draft.requests else ([], 0, 0)
         rejected = self._write_rejected(draft) if draft.rejected else None
         lines = WindowLines(draft.line_nos, draft.custom_ids)
         line_nos_key = keys.window_lines(claim.batch_id, claim.epoch, claim.window_no)
@@ -154,6 +155,7 @@ class _WindowPlanner:
             line_nos_key=line_nos_key,
             line_nos_sha256=hashlib.sha256(line_nos).hexdigest(),
             reserve_nanos=reserve_nanos,
+            high_nanos=high_nanos,
             units=units,
             rejected=rejected,
             problems=draft.problems,
@@ -170,10 +172,10 @@ class _WindowPlanner:
         self._written.clear()
         failpoints.reach("window.planned")
 
-    def _write_units(self, requests: Sequence[PlannedRequest]) -> tuple[list[NewUnit], int]:
-        """Stores the units of a window; also the most that its lines can cost."""
+    def _write_units(self, requests: Sequence[PlannedRequest]) -> tuple[list[NewUnit], int, int]:
+        """Stores the units of a window; also the most that its lines can cost, and their cost if answers are long."""
         claim, rates = self._claim, self._pinned(None).rates
-        units, reserve_nanos = [], 0
+        units, reserve_nanos, unlikely_tokens = [], 0, 0
         for no, unit in enumerate(unit_objects(requests, self._context.settings), start=claim.unit_no):
             self._lease.check()
             key = keys.unit(claim.batch_id, claim.epoch, no)
@@ -198,7 +200,8 @@ class _WindowPlanner:
                 for row in unit.rows
                 for member in range(len(row.line_nos))
             )
-        return units, reserve_nanos
+            unlikely_tokens += sum((row.max_tokens - row.high_output_tokens) * len(row.line_nos) for row in unit.rows)
+        return units, reserve_nanos, max(0, reserve_nanos - unlikely_tokens * rates.output // TOKENS_PER_RATE)
 
     def _write_rejected(self, draft: WindowDraft) -> RejectedPart:
         part, data = error_part(self._claim.batch_id, self._claim.epoch, draft.rejected)

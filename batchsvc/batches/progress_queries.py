@@ -121,7 +121,7 @@ def companions(session: Session, digests: Collection[str]) -> list[Companion]:
     """The running batches of these models, those with the nearest deadlines. Served by ix_batches_status."""
     if not digests:
         return []
-    running = (Batch.status == Status.IN_PROGRESS, Batch.is_paused.is_(False), Batch.has_quota)
+    running = (Batch.status == Status.IN_PROGRESS, Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget)
     found = select(Batch).where(*running, Batch.model_digest.in_(digests)).options(load_only(*_COMPANION))
     return [
         Companion(

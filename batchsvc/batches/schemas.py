@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.outlook import Outlook
@@ -37,6 +37,8 @@ class CreateBatch(BaseModel):
     name: str | None = Field(default=None, min_length=1, max_length=128)
     priority: int = Field(default=0, ge=-10, le=10)
     on_quota: Literal["wait", "fail"] = "wait"
+    quote_id: str | None = Field(default=None, min_length=1, max_length=64)
+    max_cost: StrictInt | StrictFloat | StrictStr | None = None  # dollars
 
 
 class RegisterModel(BaseModel):
@@ -98,6 +100,9 @@ def batch_object(row: Batch, outlook: Outlook, *, waiting_for: str | None, sched
         "name": row.name,
         "priority": row.priority,
         "on_quota": row.on_quota,
+        "quote_id": row.quote_id,
+        "max_cost_nanos": row.max_cost_nanos,
+        "lines_over_budget": row.over_budget,
         **outlook.shown(),
         "waiting_for": waiting_for,
         "scheduled_for": _seconds(scheduled_ms),

@@ -7,28 +7,27 @@ it on the batch, as OpenAI does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import completion, models, outlook, queries, waiting
-from batchsvc.batches.completion import CompletionWindow
+from batchsvc.batches import outlook, queries, quote_terms, terms, waiting
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
-from batchsvc.billing import service as billing
 from batchsvc.db.keyset import Cursor
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
-from batchsvc.files import service as files
 from batchsvc.http.paging import PageArgs
+from batchsvc.money import parse_dollars
 from batchsvc.settings import Settings
 
-ENDPOINT = "/v1/chat/completions"
+ENDPOINT = terms.ENDPOINT
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 
@@ -43,34 +42,22 @@ def create_batch(
     """
     if (made := queries.batch(session, caller.project_id, batch_id)) is not None:
         return made
-    window = _check(body, settings)
+    window = terms.window_of(body.endpoint, body.completion_window, settings)
+    _check(body)
+    max_cost_nanos = _max_cost_nanos(body)
     now = database_now_ms(session)
-    file = files.find_for_batch(session, caller.project_id, body.input_file_id)
-    if file is None:
-        raise InvalidRequestError(
-            f"input_file_id: there is no file {body.input_file_id[:64]}.", code="invalid_request", param="input_file_id"
-        )
-    if file.purpose != files.PURPOSE:
-        raise InvalidRequestError(
-            f"input_file_id: {file.id} has purpose '{file.purpose}', and an input needs '{files.PURPOSE}'.",
-            code="invalid_request",
-            param="input_file_id",
-        )
+    quote = quote_terms.quote_of(session, caller.project_id, body)
+    if quote is not None:
+        body = quote_terms.with_options_of(body, quote)
+    file = terms.input_file(session, caller.project_id, body.input_file_id)
     if is_retry:
         for earlier in queries.batches_like(session, caller.api_key_id, file.id, now - RETRY_MS):
             if _is_same(earlier, body):
                 return earlier
-    version = billing.current_version(session)
-    if not billing.has_tier(session, window.tier, version):
-        raise InvalidRequestError(
-            f"completion_window: {window.name} has no prices here, so nothing can run in it: "
-            f"version {version} of the price book lacks the tier {window.tier}.",
-            code="window_not_priced",
-            param="completion_window",
-        )
-    aliases = models.alias_table(session)
-    if body.model is not None:
-        _check_model(session, body.model, aliases, window.tier, version)
+    if quote is None:
+        pins = asdict(terms.pinned_now(session, window, body.model, now))
+    else:
+        pins = quote_terms.pins(session, body, quote, file.sha256)
     row = Batch(
         id=batch_id,
         project_id=caller.project_id,
@@ -81,6 +68,7 @@ def create_batch(
         tier=window.tier,
         on_invalid=body.on_invalid,
         on_quota=body.on_quota,
+        max_cost_nanos=max_cost_nanos,
         priority=body.priority,
         is_offpeak=not Night.from_settings(settings).is_always,
         name=body.name,
@@ -90,8 +78,7 @@ def create_batch(
         created_ms=now,
         expires_ms=now + window.length_ms,
         model_requested=body.model,
-        price_version=version,
-        aliases=aliases,
+        **pins,
     )
     session.add(row)
     session.flush()
@@ -170,17 +157,12 @@ def show(
     ]
 
 
-def _check(body: CreateBatch, settings: Settings) -> CompletionWindow:
-    """The window that the call asks for. Raises InvalidRequestError for what can't be used."""
+def _check(body: CreateBatch) -> None:
+    """Raises InvalidRequestError for what can't be used."""
 
     def refuse(param: str, says: str) -> InvalidRequestError:
         return InvalidRequestError(f"{param}: {says}", code="invalid_value", param=param)
 
-    if body.endpoint != ENDPOINT:
-        raise refuse("endpoint", f"this service runs {ENDPOINT} only.")
-    windows = completion.offered(settings.windows)
-    if body.completion_window not in windows:
-        raise refuse("completion_window", f"it must be {' or '.join(windows)}.")
     if body.name is not None and not (body.name.isprintable() and body.name.strip()):
         raise refuse("name", "it must be printable characters.")
     metadata = body.metadata or {}
@@ -193,18 +175,19 @@ def _check(body: CreateBatch, settings: Settings) -> CompletionWindow:
             )
         if "\0" in key or "\0" in value:
             raise refuse("metadata", "the character NUL can't be stored.")
-    return windows[body.completion_window]
 
 
-def _check_model(session: Session, name: str, aliases: dict[str, str], tier: str, version: int) -> None:
-    model = models.resolve(session, name, aliases)
-    if model is None:
+def _max_cost_nanos(body: CreateBatch) -> int | None:
+    if body.max_cost is None:
+        return None
+    nanos = parse_dollars(body.max_cost)
+    if nanos is None or nanos <= 0:
         raise InvalidRequestError(
-            f"model: there is no model {name}; GET /v1/models lists what there is.",
-            code="model_not_found",
-            param="model",
+            'max_cost: it must be an amount of dollars above 0, such as "12.50", exact to a nano-dollar.',
+            code="invalid_value",
+            param="max_cost",
         )
-    billing.rates_for(session, model.id, tier, version)
+    return nanos
 
 
 def _is_same(row: Batch, body: CreateBatch) -> bool:
@@ -212,7 +195,7 @@ def _is_same(row: Batch, body: CreateBatch) -> bool:
     return (
         (row.endpoint, row.completion_window, row.metadata_json, row.name)
         == (body.endpoint, body.completion_window, body.metadata, body.name)
-        and (row.model_requested, row.on_invalid, row.on_quota, row.priority)
-        == (body.model, body.on_invalid, body.on_quota, body.priority)
-        and row.output_expires_after_s == expires_s
+        and (row.model_requested, row.on_invalid, row.on_quota, row.priority, row.max_cost_nanos)
+        == (body.model, body.on_invalid, body.on_quota, body.priority, _max_cost_nanos(body))
+        and (row.output_expires_after_s, row.quote_id) == (expires_s, body.quote_id)
     )

@@ -76,6 +76,11 @@ class UnitRow:
         guess = max(math.ceil(self.max_tokens / 4), self.params.get("min_tokens", 0))
         return self.max_tokens if self.is_sure else min(guess, self.max_tokens)
 
+    @property
+    def high_output_tokens(self) -> int:
+        """Length of a long answer: what is reserved for it at first."""
+        return min(2 * self.est_output_tokens, self.max_tokens)
+
 
 class UnitLine(NamedTuple):
     """One line of a unit: its bit in the done bitmap, its row, and its place among the row's lines."""

@@ -21,7 +21,7 @@ from sqlalchemy import Select, and_, bindparam, case, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
-from batchsvc.batches import claim_queries, poison_queries, progress_queries, retry
+from batchsvc.batches import budget_queries, claim_queries, poison_queries, progress_queries, retry
 from batchsvc.batches.claim_queries import LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
@@ -56,6 +56,7 @@ class ClaimedUnit:
     model_id: str
     created_s: int
     rates: dict[str, Any]
+    is_metered: bool = False  # its lines cost money that has to be granted first
     resume_key: str | None = None  # object with sequences that an earlier owner left unfinished, and its sha256
     resume_sha256: str | None = None
 
@@ -90,6 +91,7 @@ class NewPart:
     output_tokens: int
     cost_nanos: int
     standard_nanos: int
+    over_budget: int = 0  # of its error lines, those that there was no money for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,7 @@ def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit
             model_id=row.model_id or "",
             created_s=row.created_ms // 1000,
             rates=row.rates or {},
+            is_metered=row.is_prepaid or row.budget_nanos is not None or row.max_cost_nanos is not None,
             resume_key=row.resume_key,
             resume_sha256=row.resume_sha256,
         )
@@ -157,6 +160,7 @@ def _claimed_statement() -> Select[*tuple[Any, ...]]:
     state = (Unit.done_bitmap, Unit.is_suspect, Unit.attempts, Unit.resume_key, Unit.resume_sha256)
     return (
         select(*unit, *state, Batch.model_id, Batch.created_ms, Batch.rates, Project.salt)
+        .add_columns(Batch.max_cost_nanos, Project.budget_nanos, Project.is_prepaid)
         .join(Batch, Batch.id == Unit.batch_id)
         .join(Project, Project.id == Unit.project_id)
         .where(Unit.id.in_(bindparam("p_ids", expanding=True)))
@@ -230,6 +234,7 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
         output_tokens=part.output_tokens,
         cost_nanos=part.cost_nanos,
         standard_nanos=part.standard_nanos,
+        over_budget=part.over_budget,
         created_ms=database_now_ms(session),
     )
     session.add(row)
@@ -245,8 +250,11 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     batch.output_tokens += part.output_tokens
     batch.cost_nanos += part.cost_nanos
     batch.standard_nanos += part.standard_nanos
+    batch.over_budget += part.over_budget
+    unit.spent_nanos += part.cost_nanos
     progress_queries.note_part(batch, unit, row)
     poison_queries.note_progress(batch, unit)
+    budget_queries.cover(session, batch)
     session.flush()
     billing.post_part(session, batch, row)
     ran = part.input_tokens - part.cached_tokens + part.output_tokens

@@ -65,6 +65,8 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
         return f"paused: {row.pause_reason}" if row.pause_reason else "paused"
     if not row.has_quota:
         return "quota"
+    if not row.has_budget:
+        return "budget"
     if (starts := scheduled_ms(row, around)) is not None:
         return f"off-peak until {around.night.label(starts)}"
     if row.model_digest not in around.served:

@@ -60,8 +60,12 @@ def test_a_batch_gets_units_a_reservation_and_starts(planned: Planned) -> None:
         pricing.most_nanos(rates, input_tokens=tokens, planned_cached_tokens=cached, max_tokens=most)
         for _, tokens, cached, most in lines.values()
     )
-    assert batch.reserved_nanos == most > 0
-    assert planned.balance(f"reserved:{PROJECT}") == most == -planned.balance(f"available:{PROJECT}")
+    (window,) = planned.rows(Window, batch.id)
+    assert window.reserve_nanos == most > 0
+    unlikely = 4 + 1 + 4  # tokens: an answer is expected to be a quarter of the most, and a long one twice as long
+    high = most - unlikely * 40
+    assert batch.reserved_nanos == window.high_nanos == high
+    assert planned.balance(f"reserved:{PROJECT}") == high == -planned.balance(f"available:{PROJECT}")
     assert planned.plan(batch.id) == PlanProgress.DONE
     assert planned.batch(batch.id).plan_epoch == batch.plan_epoch
 

@@ -48,10 +48,10 @@ class TokenLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledPairLayout:
-    """int8 in the order of PairLayout, and behind each head's values one float32 scale a token, as bytes.
+class ScaledLayout:
+    """int8, and behind each head's values one float32 scale a token, as bytes.
 
-    It travels between processes as it lies.
+    K [kv_heads][head_dim / 4][tokens][4], V as in PairLayout. It travels between processes as it lies.
     """
 
     tokens: int

@@ -7,7 +7,7 @@ On the wire (`export_blocks`), version 1, little-endian, whatever the layout in 
     4 bytes  length of the layout id, then the layout id (UTF-8)
     4 bytes  number of blocks n
     4 bytes  CRC-32 of the payload
-    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]; int8: each head's bytes as ScaledPairLayout has them
+    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]; int8: each head's bytes as ScaledLayout has them
 A pool takes in only bytes whose layout id equals its own.
 """
 

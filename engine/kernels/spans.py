@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 CHUNK_BLOCKS = 4
-GROUP_ROWS = 16
+GROUP_ROWS = 64
 """Rows of one piece of a group: enough to use each loaded key well, few enough to spread over cores."""
-CHUNK_ROWS = 32
+CHUNK_ROWS = 64
 """Rows of one piece of a sequence's own chunk."""
 _END = 1 << 30
 

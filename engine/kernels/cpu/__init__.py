@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cache.layout import Layout, PairLayout, ScaledPairLayout
+from engine.cache.layout import Layout, PairLayout, ScaledLayout
 from engine.kernels import int8, reference
 from engine.kernels.cpu.build import BuildError, library
 from engine.kernels.spans import SequenceSpan, shared_spans
@@ -55,7 +55,7 @@ class CpuKernels:
     ) -> None:
         _check(model, block_tokens)
         self._is_kv_int8 = kv_format == "int8"
-        layout = ScaledPairLayout if self._is_kv_int8 else PairLayout
+        layout = ScaledLayout if self._is_kv_int8 else PairLayout
         self.layout: Layout = layout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model
         self._is_int8 = weight_format == "int8"

@@ -11,15 +11,18 @@
 #include "chunk.h"
 #include "dots_amx.h"
 #include "dots_vector.h"
+#include <vector>
 
 namespace {
 
-constexpr int REST = 32;      // of a row's state beside the output
-constexpr int FEW_KEYS = 2048;  // of one span: they are read sooner than other threads would wake
-constexpr int END = 1 << 30;  // last chunk of a span that goes as far as its rows do
+constexpr int REST = 32;       // of a row's state beside the output
+constexpr int FEW_KEYS = 2048;   // of one span: they are read sooner than other threads would wake
+constexpr int END = 1 << 30;   // last chunk of a span that goes as far as its rows do
+constexpr int RUN = 4;         // spans that a thread takes in a row where there are many
 
 struct Shape { int heads, kv_heads, dim; int64_t block_bytes; };  // K and V alike
 struct Span { int first, last, from, to, table; };                // rows [first, last) over chunks [from, to)
+struct Item { Span span; int head; };                             // what one thread walks: a span for one kv head
 
 struct Step {
   Shape s;
@@ -33,129 +36,179 @@ struct Rows {  // of a tile
   int row[MAX_ROWS], head[MAX_ROWS], length[MAX_ROWS], most;
 };
 
-// A row's walk begins at chunk 0: nothing is there yet.
-inline void start(Tile& t, int dim, int r) {
-  std::memset(t.mixed + r * dim, 0, dim * 4);
-  std::memset(t.total[r], 0, sizeof t.total[r]);
-  t.top[r] = -std::numeric_limits<float>::infinity();
-}
-
-inline void take(Tile& t, const Step& x, const Rows& of, bool is_first) {
-  const int dim = x.s.dim;
-  for (int r = 0; r < t.n; r++) {
-    const int64_t at = (int64_t)of.row[r] * x.s.heads + of.head[r];
-    const float* st = x.state + at * (dim + REST);
-    std::memcpy(t.q + r * dim, x.q + at * dim, dim * 2);
-    if (is_first) { start(t, dim, r); continue; }
-    std::memcpy(t.mixed + r * dim, st, dim * 4);
-    std::memcpy(t.total[r], st + dim, 64);
-    t.top[r] = st[dim + 16];
-  }
-}
-
-// The walk is over: the output is the mix over the sum of weights.
-inline void finish(const Tile& t, const Step& x, const Rows& of) {
-  const int dim = x.s.dim;
-  for (int r = 0; r < t.n; r++) {
-    const f32x16 scale = splat(1.f / sum(load(t.total[r])));
-    float* out = x.out + ((int64_t)of.row[r] * x.s.heads + of.head[r]) * dim;
-    for (int d = 0; d < dim; d += 16) store(out + d, load(t.mixed + r * dim + d) * scale);
-  }
-}
-
-inline void give(const Tile& t, const Step& x, const Rows& of) {
-  const int dim = x.s.dim;
-  for (int r = 0; r < t.n; r++) {
-    float* st = x.state + ((int64_t)of.row[r] * x.s.heads + of.head[r]) * (dim + REST);
-    std::memcpy(st, t.mixed + r * dim, dim * 4);
-    std::memcpy(st + dim, t.total[r], 64);
-    st[dim + 16] = t.top[r];
-  }
-}
-
-// The rows of a span for one kv head: tiles of rows share every load of a key, all tiles every chunk.
-template <class Dots, class Cache> class Walk {
+// The items of a step, level by level.
+class Items {
  public:
-  explicit Walk(int dim) : dots(dim), cache(dim) {}
-
-  void attend(const Step& x, const Span& span, int kv_head) {
-    const int dim = x.s.dim;
-    const int64_t head_at = kv_head * Cache::head_bytes(dim);
-    const int32_t* table = x.tables + span.table;
-    const int count = gather(x, span, kv_head);
-    dots.begin(count > 1 ? Dots::ROWS : tiles[0].n);
-    for (int c = span.from; c < span.to && c * CHUNK < most; c++) {
-      const int widest = std::min(CHUNK, most - c * CHUNK), left = c + 1 < span.to ? most - (c + 1) * CHUNK : 0;
-      Keys keys = cache.open(x.k + head_at, x.v + head_at, x.s.block_bytes, dim, table + c * CHUNK_BLOCKS, blocks_of(widest),
-                             std::min(CHUNK_BLOCKS, blocks_of(std::max(0, left))), widest);
-      for (int i = 0; i < count; i++) {
-        const int visible = std::min(CHUNK, rows[i].most - c * CHUNK);
-        if (visible <= 0) continue;
-        int seen[MAX_ROWS];
-        for (int r = 0; r < tiles[i].n; r++) seen[r] = std::min(CHUNK, rows[i].length[r] - c * CHUNK);
-        keys.num_blocks = blocks_of(visible);
-        dots.score(tiles[i], dim, keys);
-        weigh<Cache::IS_SCALED>(tiles[i], dim, seen, keys);
-        dots.mix(tiles[i], dim, keys, Cache::IS_SCALED ? CHUNK : visible);
-        keys.is_cold = false;
-      }
-    }
-    for (int i = 0; i < count; i++)
-      if (span.to == END) finish(tiles[i], x, rows[i]); else give(tiles[i], x, rows[i]);
+  Items(const Step& x, const int32_t* spans) : spans(spans), kv_heads(x.s.kv_heads) {}
+  Item at(int i) const {
+    const int32_t* p = spans + (int64_t)(i / kv_heads) * 5;
+    return {{p[0], p[1], p[2], p[3], p[4]}, i % kv_heads};
   }
 
  private:
-  static int blocks_of(int tokens) { return (tokens + BLOCK - 1) / BLOCK; }
+  const int32_t* spans;
+  const int kv_heads;
+};
 
-  // Takes the span's rows into tiles; returns how many.
-  int gather(const Step& x, const Span& span, int kv_head) {
-    const int group = x.s.heads / x.s.kv_heads, total = (span.last - span.first) * group;
-    const int count = (total + Dots::ROWS - 1) / Dots::ROWS;
-    if ((int)tiles.size() < count) { tiles.resize(count); rows.resize(count); }
+template <class Dots, class Cache> class Walk {
+ public:
+  explicit Walk(const Step& step) : x(step), dim(step.s.dim), cache(dim), scratch(1) {}
+
+  // The rows of a span for one kv head. A few chunks are laid out, then tile after tile of rows walks them. `next`: what
+  // this thread will walk afterwards, or null; its keys are asked for ahead of time.
+  void attend(const Item& item, const Item* next) {
+    const Span& span = item.span;
+    gather(item);
+    dots.begin(tiles.size() > 1 ? Dots::ROWS : tiles[0].n);
+    const int end = std::min(span.to, (most + CHUNK - 1) / CHUNK);
+    for (int from = span.from; from < end; from += ROUND) {
+      const int to = std::min(from + ROUND, end);
+      Keys keys[ROUND];
+      for (int c = from; c < to; c++) {
+        if (next && tiles.size() == 1) fetch(*next, next->span.from + c - span.from);
+        keys[c - from] = open(item, c, c - from);
+      }
+      for (size_t i = 0; i < tiles.size(); i++) walk(tiles[i], rows[i], keys, from, to);
+    }
+    for (size_t i = 0; i < tiles.size(); i++)
+      if (span.to == END) finish(tiles[i], rows[i]); else give(tiles[i], rows[i]);
+  }
+
+ private:
+  void walk(Tile& t, const Rows& of, Keys* keys, int from, int to) {
+    if (of.most <= from * CHUNK) return;
+    dots.pick_up(t, dim);
+    for (int c = from; c < to && c * CHUNK < of.most; c++) {
+      Keys& of_chunk = keys[c - from];
+      of_chunk.visible = std::min(CHUNK, of.most - c * CHUNK);
+      int seen[MAX_ROWS];
+      for (int r = 0; r < t.n; r++) seen[r] = std::min(CHUNK, of.length[r] - c * CHUNK);
+      dots.template score<Cache::IS_INT8>(t, dim, of_chunk);
+      weigh<Cache::IS_INT8>(t, dim, seen, of_chunk, dots);
+      dots.mix(t, dim, of_chunk);
+    }
+    dots.put_down(t, dim);
+  }
+
+  Keys open(const Item& item, int c, int place) {
+    const int64_t at = item.head * Cache::head_bytes(dim);
+    return cache.open(place, x.k + at, x.v + at, x.s.block_bytes, dim, x.tables + item.span.table + c * CHUNK_BLOCKS,
+                      std::min(CHUNK, most - c * CHUNK));
+  }
+
+  void fetch(const Item& item, int c) const {
+    const int visible = std::min(CHUNK, x.lengths[item.span.last - 1] - c * CHUNK);
+    const int32_t* blocks = x.tables + item.span.table + c * CHUNK_BLOCKS;
+    if (c >= item.span.to) return;
+    for (int b = 0; b * BLOCK < visible; b++) {
+      const int64_t at = blocks[b] * x.s.block_bytes + item.head * Cache::head_bytes(dim);
+      for (int64_t i = 0; i < Cache::head_bytes(dim); i += 64) {
+        __builtin_prefetch(x.k + at + i, 0, 2);
+        __builtin_prefetch(x.v + at + i, 0, 2);
+      }
+    }
+  }
+
+  // Takes the item's rows into tiles.
+  void gather(const Item& item) {
+    const int group = x.s.heads / x.s.kv_heads, total = (item.span.last - item.span.first) * group;
+    resize((total + Dots::ROWS - 1) / Dots::ROWS);
     most = 0;
-    for (int i = 0; i < count; i++) {
+    for (size_t i = 0; i < tiles.size(); i++) {
+      const int first = i * Dots::ROWS;
       Tile& t = tiles[i];
       Rows& of = rows[i];
-      t.n = std::min(Dots::ROWS, total - i * Dots::ROWS);
+      t.n = std::min(Dots::ROWS, total - first);
       of.most = 0;
       for (int r = 0; r < t.n; r++) {
-        const int at = i * Dots::ROWS + r;
-        of.row[r] = span.first + at / group;
-        of.head[r] = kv_head * group + at % group;
+        of.row[r] = item.span.first + (first + r) / group;
+        of.head[r] = item.head * group + (first + r) % group;
         of.length[r] = x.lengths[of.row[r]];
         of.most = std::max(of.most, of.length[r]);
       }
-      take(t, x, of, span.from == 0);
+      take(t, of, item.span.from == 0);
       most = std::max(most, of.most);
     }
-    return count;
   }
 
+  void resize(size_t count) {
+    if (count == tiles.size()) return;
+    const size_t size = (Tile::bytes(dim) + 63) / 64 * 64;
+    memory.grow(count * size);
+    tiles.clear();
+    for (size_t i = 0; i < count; i++) tiles.emplace_back(memory.at(i * size), dim, *scratch.at(0));
+    rows.resize(count);
+  }
+
+  void take(Tile& t, const Rows& of, bool is_first) {
+    for (int r = 0; r < t.n; r++) {
+      const int64_t at = (int64_t)of.row[r] * x.s.heads + of.head[r];
+      const float* st = x.state + at * (dim + REST);
+      Cache::take_q(t, r, x.q + at * dim, dim);
+      if (is_first) {
+        std::memset(t.mixed + r * dim, 0, dim * 4);
+        std::memset(t.total[r], 0, sizeof t.total[r]);
+        t.top[r] = -std::numeric_limits<float>::infinity();
+        continue;
+      }
+      std::memcpy(t.mixed + r * dim, st, dim * 4);
+      std::memcpy(t.total[r], st + dim, 64);
+      t.top[r] = st[dim + 16];
+    }
+  }
+
+  // The walk is over: the output is the mix over the sum of weights.
+  void finish(const Tile& t, const Rows& of) const {
+    for (int r = 0; r < t.n; r++) {
+      const f32x16 scale = splat(1.f / sum(load(t.total[r])));
+      float* out = x.out + ((int64_t)of.row[r] * x.s.heads + of.head[r]) * dim;
+      for (int d = 0; d < dim; d += 16) store(out + d, load(t.mixed + r * dim + d) * scale);
+    }
+  }
+
+  void give(const Tile& t, const Rows& of) const {
+    for (int r = 0; r < t.n; r++) {
+      float* st = x.state + ((int64_t)of.row[r] * x.s.heads + of.head[r]) * (dim + REST);
+      std::memcpy(st, t.mixed + r * dim, dim * 4);
+      std::memcpy(st + dim, t.total[r], 64);
+      st[dim + 16] = t.top[r];
+    }
+  }
+
+  const Step& x;
+  const int dim;
   Dots dots;
   Cache cache;
+  Buffer<Scratch> scratch;
+  Buffer<char> memory;
   std::vector<Tile> tiles;
   std::vector<Rows> rows;
-  int most = 0;
+  int most = 0;  // positions that the furthest row sees
 };
 
 template <class Dots, class Cache>
 void attend_levels(const Step& x, const int32_t* spans, const int32_t* level_ends, int levels) {
-  Walk<Dots, Cache> walk(x.s.dim);
+  Walk<Dots, Cache> walk(x);
+  const Items items(x, spans);
   int begin = 0;
   for (int level = 0; level < levels; level++) {
-    const int items = (level_ends[level] - begin) * x.s.kv_heads;
+    const int end = level_ends[level] * x.s.kv_heads;
+    const int run = end - begin > 16 * RUN ? RUN : 1;
 #pragma omp for schedule(dynamic, 1)
-    for (int item = 0; item < items; item++) {
-      const int32_t* p = spans + (int64_t)(begin + item / x.s.kv_heads) * 5;
-      walk.attend(x, Span{p[0], p[1], p[2], p[3], p[4]}, item % x.s.kv_heads);
+    for (int first = begin; first < end; first += run) {
+      const int last = std::min(first + run, end);
+      for (int i = first; i < last; i++) {
+        const Item next = items.at(std::min(i + 1, last - 1));
+        walk.attend(items.at(i), i + 1 < last ? &next : nullptr);
+      }
     }
-    begin = level_ends[level];
+    begin = end;
   }
 }
 
 template <class Cache> void attend_step(const Step& x, const int32_t* spans, const int32_t* level_ends, int levels) {
 #if HAS_AMX
-  const bool use_amx = amx_allowed() && x.s.dim % 32 == 0;
+  const bool use_amx = amx_allowed() && x.s.dim % (Cache::IS_INT8 ? 64 : 32) == 0;
 #endif
   const bool is_big = levels > 1 || level_ends[0] > 1 || x.lengths[0] > FEW_KEYS;
 #pragma omp parallel if (is_big)

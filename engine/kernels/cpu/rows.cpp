@@ -70,14 +70,11 @@ inline void write_k(uint8_t* block, const float* x, int dim, int at) {
   for (int i = 0; i < dim / 2; i++) std::memcpy(block + i * 64 + at * 4, line + 2 * i, 4);
 }
 
-// The partner of a last even token is read with weight 0, so it must not be NaN. Where this step writes it
-// (`has_partner`: rows of a sequence ascend), it is left alone: another thread may have been there already.
-inline void write_v(uint8_t* block, const float* x, int dim, int at, bool has_partner) {
+inline void write_v(uint8_t* block, const float* x, int dim, int at) {
   alignas(64) uint16_t line[512];
   for (int i = 0; i < dim; i += 16) store_bf16(line + i, load(x + i));
   uint16_t* pair = (uint16_t*)block + (at / 2) * dim * 2 + at % 2;
   for (int i = 0; i < dim; i++) pair[i * 2] = line[i];
-  if (at % 2 == 0 && !has_partner) for (int i = 0; i < dim; i++) pair[i * 2 + 1] = 0;
 }
 
 inline void write_int8(uint8_t* block, const float* x, int dim, int at, bool is_v) {
@@ -88,7 +85,7 @@ inline void write_int8(uint8_t* block, const float* x, int dim, int at, bool is_
     int8_t* pair = (int8_t*)block + (at / 2) * dim * 2 + at % 2;
     for (int i = 0; i < dim; i++) pair[i * 2] = line[i];
   } else {
-    for (int i = 0; i < dim / 2; i++) std::memcpy(block + i * 32 + at * 2, line + 2 * i, 2);
+    for (int i = 0; i < dim / 4; i++) std::memcpy(block + i * 64 + at * 4, line + 4 * i, 4);
   }
 }
 
@@ -102,7 +99,6 @@ void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_h
   for (int m = 0; m < rows; m++) {
     const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
     const int64_t block = slots[m] / 16, at = slots[m] % 16;
-    const bool has_partner = m + 1 < rows && slots[m + 1] == slots[m] + 1;
     alignas(64) float x[512];
     for (int h = 0; h < heads + 2 * kv_heads; h++) {
       const bool is_q = h < heads, is_v = h >= heads + kv_heads;
@@ -127,7 +123,7 @@ void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_h
       const int kv_head = is_v ? h - heads - kv_heads : h - heads;
       uint8_t* head = (is_v ? to.v : to.k) + block * to.block_bytes + kv_head * head_bytes;
       if (to.is_int8) write_int8(head, x, dim, at, is_v);
-      else if (is_v) write_v(head, x, dim, at, has_partner);
+      else if (is_v) write_v(head, x, dim, at);
       else write_k(head, x, dim, at);
     }
   }

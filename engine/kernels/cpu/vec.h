@@ -56,6 +56,18 @@ static inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
+// acc[i] += the four products of the int8 a[4i] to a[4i + 3] with b's.
+static inline i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512VNNI__)
+  // The instruction wants one side unsigned: b + 128 instead of b, less 128 times the sum of a.
+  const __m512i extra = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char)0x80), (__m512i)a);
+  return (i32x16)_mm512_sub_epi32(_mm512_dpbusd_epi32((__m512i)acc, (__m512i)(b ^ 0x80808080u), (__m512i)a), extra);
+#else
+  for (int shift = 24; shift >= 0; shift -= 8) acc += ((i32x16)(a << shift) >> 24) * ((i32x16)(b << shift) >> 24);
+  return acc;
+#endif
+}
+
 static inline float sum(f32x16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
@@ -139,3 +151,37 @@ static inline void store_bf16_pair(uint16_t* p, f32x16 a, f32x16 b) {  // 32 of 
   store_bf16(p, a); store_bf16(p + 16, b);
 #endif
 }
+
+// 64 int8, none of them -128, as bf16: exact.
+#if defined(__AVX512VBMI__)
+struct alignas(64) Bf16OfInt8 {  // the two bytes of 0 to 127, each a table that one instruction looks up
+  uint8_t low[128], high[128];
+  constexpr Bf16OfInt8() : low(), high() {
+    for (int n = 1; n < 128; n++) {
+      int exponent = 0;
+      while (n >> (exponent + 1)) exponent++;
+      const int bits = (127 + exponent) << 7 | ((n << (7 - exponent)) & 0x7f);
+      low[n] = (uint8_t)bits; high[n] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+static inline void widen_bf16(uint16_t* to, const uint8_t* from) {
+  static constexpr Bf16OfInt8 OF{};
+  // Interleaving works in lanes of 16 bytes: put first what each lane shall need.
+  const __m512i x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), _mm512_loadu_si512(from));
+  const __m512i size = _mm512_abs_epi8(x);
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(OF.low), size, _mm512_load_si512(OF.low + 64));
+  const __m512i top = _mm512_permutex2var_epi8(_mm512_load_si512(OF.high), size, _mm512_load_si512(OF.high + 64));
+  const __m512i high = _mm512_ternarylogic_epi32(top, x, _mm512_set1_epi8((char)0x80), 0xF8);  // and its sign
+  _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
+  _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi8(low, high));
+}
+#else
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+static inline void widen_bf16(uint16_t* to, const uint8_t* from) {
+  for (int i = 0; i < 64; i += 16) {  // a step at a time: GCC takes int8 to float apart, element by element
+    i8x16 b; std::memcpy(&b, from + i, 16);
+    store_bf16(to + i, __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(b, i16x16), i32x16), f32x16));
+  }
+}
+#endif

@@ -16,7 +16,9 @@ from sqlalchemy.orm import Session
 
 import batchsvc.accounts.routes
 import batchsvc.batches.model_routes
+import batchsvc.batches.quote_routes
 import batchsvc.batches.routes
+import batchsvc.billing.invoice_routes
 import batchsvc.billing.usage_routes
 import batchsvc.files.routes
 from batchsvc import logs
@@ -76,7 +78,9 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
         app.include_router(module.routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
+    app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
+    app.include_router(batchsvc.billing.invoice_routes.router)
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:

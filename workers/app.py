@@ -17,7 +17,15 @@ from celery.platforms import SecurityWarning
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import logs
-from batchsvc.dispatch import CONTROL_QUEUE, FINALIZE_TASK, PLAN_TASK, TICKET_TASK, celery_app, queue_of
+from batchsvc.dispatch import (
+    CONTROL_QUEUE,
+    FINALIZE_TASK,
+    PLAN_TASK,
+    QUOTE_TASK,
+    TICKET_TASK,
+    celery_app,
+    queue_of,
+)
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from workers import messages
@@ -49,6 +57,7 @@ def run_control(settings: Settings) -> int:
     app = celery_app(settings.redis_url, is_worker=True)
     app.task(_logged(PLAN_TASK, run.planner.plan), name=PLAN_TASK)
     app.task(_logged(FINALIZE_TASK, run.finalizer.finalize), name=FINALIZE_TASK)
+    app.task(_logged(QUOTE_TASK, run.planner.quote), name=QUOTE_TASK)
     role = Role(CONTROL_QUEUE, _CONTROL_THREADS, run.start, run.stop, run.signalled, settings.term_grace_s)
     code = _work(app, role)
     run.close()

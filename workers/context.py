@@ -58,6 +58,7 @@ class ControlRun:
             self._dispatcher,
             plan=self.planner.plan,
             finalize=self.finalizer.finalize,
+            quote=self.planner.quote,
         )
 
     def start(self) -> None:

@@ -1,8 +1,8 @@
-"""Task `batch.plan`: one window a run, so that a long input never holds a control worker for itself.
+"""Tasks `batch.plan` and `quote.plan`: one window a run, so that a long input never holds a control worker for itself.
 
-The work is in batchsvc/batches/planning.py. A run that leaves windows to plan sends the task again; a duplicate, or a
-run that was overtaken, changes nothing. For a batch that runs already the same task rebuilds what was found damaged of
-its plan (batchsvc/batches/repair.py).
+The work is in batchsvc/batches/planning.py and quote_planning.py. A run that leaves windows to plan sends the task
+again; a duplicate, or a run that was overtaken, changes nothing. For a batch that runs already the same task rebuilds
+what was found damaged of its plan (batchsvc/batches/repair.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from batchsvc.batches import finalize_queries, unit_queries
+from batchsvc.batches import finalize_queries, quote_planning, unit_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.planning import PlanProgress, plan_next_window
 from batchsvc.batches.reading import PlanContext
@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 class Planner:
-    """Plans batches, a window a call."""
+    """Plans batches and quotes, a window a call."""
 
     def __init__(self, context: PlanContext, db: Database, dispatcher: Dispatcher, owner: str) -> None:
         self._context = context
@@ -45,6 +45,14 @@ class Planner:
             PlanProgress.LOST: lambda _: None,
         }
         follow[progress](batch_id)
+        return progress
+
+    def quote(self, quote_id: str) -> PlanProgress:
+        """Plan the next window of a quote."""
+        progress = quote_planning.plan_next_window(self._context, quote_id, self._owner)
+        log.info("quote.planned", quote=quote_id, progress=progress.name)
+        if progress == PlanProgress.AGAIN:
+            self._dispatcher.quote(quote_id)
         return progress
 
     def _start(self, batch_id: str) -> None:

@@ -8,8 +8,10 @@ Each step is a short transaction that is right to repeat and right to run in sev
     deadlines   batches whose time was over while they were planned; the others are finalized when due
     plans       batches that nobody plans, or rebuilds what is damaged of, get their task again; what was planned of
                 cancelled ones is forgotten
+    quotes      quotes that nobody plans get their task again, old ones are forgotten
     finalizers  batches that are done, stopped or left by a dead finalizer get theirs
     quotas      batches that waited for quota start when there is room
+    budgets     and so do those that waited for money
     tickets     a model's queue is as long as it has claimable units
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
@@ -33,12 +35,14 @@ from sqlalchemy.orm import Session
 from batchsvc import failpoints, logs
 from batchsvc.accounts import idempotency
 from batchsvc.batches import (
+    budget_queries,
     finalize_queries,
     garbage_queries,
     lifecycle,
     plan_queries,
     queries,
     quota_queries,
+    quote_queries,
     reaper_queries,
     repair_queries,
     unit_queries,
@@ -68,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 
 class Reaper:
-    """Ticks every `reaper_s` seconds. `plan` and `finalize` do a batch's next step here and now."""
+    """Ticks every `reaper_s` seconds. `plan`, `finalize` and `quote` do a next step here and now."""
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Reaper:
         *,
         plan: Callable[[str], object],
         finalize: Callable[[str], object],
+        quote: Callable[[str], object],
     ) -> None:
         self._settings = settings
         self._db = db
@@ -86,6 +91,7 @@ class Reaper:
         self._dispatcher = dispatcher
         self._plan = plan
         self._finalize = finalize
+        self._quote = quote
         self._night = Night.from_settings(settings)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
@@ -94,6 +100,7 @@ class Reaper:
         self._unsure_until_s = 0.0
         self._plan_hints: Counter[str] = Counter()
         self._finalize_hints: Counter[str] = Counter()
+        self._quote_hints: Counter[str] = Counter()
         self._stopped = threading.Event()
         self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
         self._thread = WorkThread("reaper", self._run, self._crashed)
@@ -114,8 +121,10 @@ class Reaper:
             self._deadlines,
             self._cancelled_plans,
             self._plans,
+            self._quotes,
             self._finalizers,
             self._quotas,
+            self._budgets,
             self._tickets,
             self._answers,
             self._workers,
@@ -195,6 +204,12 @@ class Reaper:
             due = reaper_queries.plans_due(session) + repair_queries.due(session)
         self._hint(due, self._dispatcher.plan, self._plan, self._plan_hints)
 
+    def _quotes(self) -> None:
+        with self._db.reading() as session:
+            due = quote_queries.due(session)
+        self._hint(due, self._dispatcher.quote, self._quote, self._quote_hints)
+        self._db.run(quote_queries.forget_old)
+
     def _finalizers(self) -> None:
         with self._db.reading() as session:
             due = finalize_queries.due(session)
@@ -225,6 +240,15 @@ class Reaper:
         for project_id in projects:
             most = self._settings.quota_tokens
             for batch_id in self._db.run(partial(quota_queries.admit, project_id=project_id, default_tokens=most)):
+                log.info("batch.admitted", batch=batch_id)
+
+    def _budgets(self) -> None:
+        with self._db.reading() as session:
+            waiting = budget_queries.waiting(session)
+        for batch_ids in waiting.values():
+            for batch_id in batch_ids:  # the oldest first, and none passes one that still waits
+                if not self._db.run(partial(budget_queries.admit, batch_id=batch_id)):
+                    break
                 log.info("batch.admitted", batch=batch_id)
 
     def _tickets(self) -> None:

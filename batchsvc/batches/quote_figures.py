@@ -57,6 +57,15 @@ class Figures:
         return min(cost, self.most_nanos - self.input_nanos)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Where a number probably lies."""
+
+    low: int
+    expected: int
+    high: int
+
+
 _NAMES = tuple(field.name for field in fields(Figures))
 
 
@@ -112,6 +121,21 @@ def shown_costs(found: Figures, rates: Rates) -> dict[str, Any]:
         "total_nanos": {name: found.input_nanos + nanos for name, nanos in output.items()},
         "most_nanos": found.most_nanos,
     }
+
+
+def estimated_costs(
+    tokens: Interval, uncached: Interval, *, sample: Figures, lines: int, rates: Rates
+) -> dict[str, dict[str, int]]:
+    """The costs of an estimate of so many lines, as intervals; answers are as long as those of the sample."""
+    inputs, outputs = {}, {}
+    for name in ("low", "expected", "high"):
+        all_tokens, new_tokens = getattr(tokens, name), getattr(uncached, name)
+        old_tokens = max(0, all_tokens - new_tokens)
+        inputs[name] = divide_half_even(new_tokens * rates.input + old_tokens * rates.cached_input, TOKENS_PER_RATE)
+        length = getattr(sample, f"{name}_output") * lines
+        outputs[name] = divide_half_even(length * rates.output, _MILLI * TOKENS_PER_RATE * max(1, sample.lines))
+    totals = {name: inputs[name] + outputs[name] for name in inputs}
+    return {"input_nanos": inputs, "output_nanos": outputs, "total_nanos": totals}
 
 
 def from_json(values: Mapping[str, int] | None) -> Figures:

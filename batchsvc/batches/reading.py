@@ -98,7 +98,7 @@ class WindowReader:
         self,
         limits: window.Limits,
         *,
-        keeps_chats: bool = False,
+        keeps_chats: int = 0,
         chosen: Callable[[Iterator[Record]], Iterable[Record]] = iter,
     ) -> WindowDraft:
         """The window, of the lines that `chosen` takes. Raises BatchFailedError for a reason of the whole file."""
@@ -192,7 +192,7 @@ class WindowReader:
             quoted = self._claim.template_sha256
             if quoted is not None and quoted != template_sha256(self._text):
                 says = f"The chat template of {self.model_id} has changed since it was quoted."
-                raise BatchFailedError("quote_model_changed", says, "quote_id")
+                raise BatchFailedError("quote_changed", says, "quote_id")
         return self._text
 
     def _kept(self, chunks: Iterator[bytes]) -> Generator[bytes, None, None]:

@@ -62,7 +62,7 @@ class WindowDraft:
     line_nos: list[int] = field(default_factory=list)
     custom_ids: list[str | None] = field(default_factory=list)
     requests: list[PlannedRequest] = field(default_factory=list)
-    chats: list[list[dict[str, Any]]] = field(default_factory=list)  # the messages of each request, if they are kept
+    chats: list[list[dict[str, Any]]] = field(default_factory=list)  # messages of the first requests, if they are kept
     rejected: list[PartLine] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
@@ -90,9 +90,10 @@ def collect(
     text_model: Callable[[], TextModel],
     is_strict: bool,
     is_failing: bool,
-    keeps_chats: bool = False,
+    keeps_chats: int = 0,
 ) -> WindowDraft:
-    """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only."""
+    """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only;
+    `keeps_chats`: the messages of the first requests are kept, of so many tokens in all."""
     return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats).collect(records)
 
 
@@ -105,7 +106,7 @@ class _Collector:
         text_model: Callable[[], TextModel],
         is_strict: bool,
         is_failing: bool,
-        keeps_chats: bool,
+        keeps_chats: int,
     ) -> None:
         self._batch_id = batch_id
         self._limits = limits
@@ -205,9 +206,9 @@ class _Collector:
                 fold_key=fold_key(params),
             )
         )
-        if self._keeps_chats:
-            self._draft.chats.append(call.messages)
         self._draft.input_tokens += len(prompt_ids)
+        if self._draft.input_tokens <= self._keeps_chats:
+            self._draft.chats.append(call.messages)
 
     def _reject(self, record: CheckedRecord, error: RequestError | None) -> None:
         if record.problems and self._is_strict:

@@ -58,18 +58,30 @@ def parquet_records(
 ) -> Iterator[Record]:
     """Records from row `first_row` (0-based) on. Raises UnreadableFileError for a file that can't be used at all."""
     try:
-        file = pq.ParquetFile(
-            source,
-            memory_map=False,
-            pre_buffer=False,
-            buffer_size=1 << 20,
-            thrift_string_size_limit=_MAX_FOOTER_BYTES,
-            thrift_container_size_limit=_MAX_FOOTER_ITEMS,
-        )
+        file = _opened(source)
         _check_columns(file.schema_arrow)
         yield from _rows(file, endpoint, max_line_bytes, max_decoded_bytes, first_row)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(f"The Parquet file can't be read: {str(error).splitlines()[0][:200]}") from error
+
+
+def num_rows(source: RangeFile) -> int:
+    """How many rows a file says it has; none if it can't be used at all."""
+    try:
+        return int(_opened(source).metadata.num_rows)
+    except (pa.ArrowException, OSError, ValueError):
+        return 0
+
+
+def _opened(source: RangeFile) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        source,
+        memory_map=False,
+        pre_buffer=False,
+        buffer_size=1 << 20,
+        thrift_string_size_limit=_MAX_FOOTER_BYTES,
+        thrift_container_size_limit=_MAX_FOOTER_ITEMS,
+    )
 
 
 def _rows(

@@ -213,7 +213,15 @@ def _judge_store(cluster: Cluster, job: Job) -> None:
     if is_quiet:
         at_once = cluster.settings.model_copy(update={"garbage_grace_s": 0.0})
         nothing = NullDispatcher()
-        Reaper(at_once, cluster.db, cluster.store, nothing, plan=lambda _: None, finalize=lambda _: None).audit()
+        Reaper(
+            at_once,
+            cluster.db,
+            cluster.store,
+            nothing,
+            plan=lambda _: None,
+            finalize=lambda _: None,
+            quote=lambda _: None,
+        ).audit()
     with cluster.db.reading() as session:
         rows = session.scalars(select(File)).all()
         garbage = set(session.scalars(select(Garbage.s3_key)))

@@ -110,8 +110,12 @@ def test_poison_isnt_claimable_and_waits_for_the_reaper(world: World) -> None:
     assert claim(world) == []
     with world.db.reading() as session:
         assert unit_queries.scaling(session, is_night=True) == {}
+
+    def nothing(_: str) -> None:
+        pass
+
     reaper = Reaper(
-        world.settings, world.db, world.store, NullDispatcher(), plan=lambda _: None, finalize=lambda _: None
+        world.settings, world.db, world.store, NullDispatcher(), plan=nothing, finalize=nothing, quote=nothing
     )
     reaper.tick()
     assert world.batch(batch_id).failed == 1 and world.units(batch_id)[0].state == "done"

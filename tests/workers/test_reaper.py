@@ -31,6 +31,9 @@ class Line:
     def finalize(self, batch_id: str) -> None:
         self.sent.append(("finalize", batch_id, 1))
 
+    def quote(self, quote_id: str) -> None:
+        self.sent.append(("quote", quote_id, 1))
+
     def ticket(self, digest: str, count: int = 1) -> None:
         self.sent.append(("ticket", digest, count))
 
@@ -42,7 +45,7 @@ class Line:
 
 
 def reaper(world: World, line: Line, do: Callable[[str], object] = lambda _: None) -> Reaper:
-    return Reaper(world.settings, world.db, world.store, line, plan=do, finalize=do)
+    return Reaper(world.settings, world.db, world.store, line, plan=do, finalize=do, quote=do)
 
 
 def test_leases_that_are_over_are_freed_with_a_mark(world: World) -> None:

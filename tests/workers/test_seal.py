@@ -68,7 +68,9 @@ def test_the_reaper_wakes_for_a_seal_and_gives_the_reservation_back(
             is_over.set()
 
     settings = world.settings.model_copy(update={"reaper_s": 60.0})
-    reaper = Reaper(settings, world.db, world.store, NullDispatcher(), plan=lambda _: None, finalize=finalize)
+    reaper = Reaper(
+        settings, world.db, world.store, NullDispatcher(), plan=lambda _: None, finalize=finalize, quote=lambda _: None
+    )
     reaper.start()
     try:
         assert is_over.wait(45), "long before the reaper's period is over"

@@ -1,0 +1,279 @@
+"""SQL of quotes: the lease of their planners, one window at a time, and how a quote becomes ready or fails.
+
+As with batches, a claim raises `plan_epoch`, and every later write names it and finds the quote `queued`, or changes
+nothing. Every function may be run again after a lost answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from batchsvc.batches import garbage_queries, quote_figures
+from batchsvc.batches.plan_queries import Input, PlanClaim, WindowObject
+from batchsvc.batches.prompt_advice import Advice
+from batchsvc.batches.quote_figures import Figures, Lengths
+from batchsvc.batches.tables import Batch, Model, Part, Quote
+from batchsvc.billing import service as billing
+from batchsvc.billing.pricing import STANDARD_TIER
+from batchsvc.db.session import database_now_ms
+from batchsvc.files import service as files
+from batchsvc.files.lines import Problem
+from batchsvc.money import Rates
+
+QUEUED, READY, FAILED = "queued", "ready", "failed"
+_KEEP_MS = 30 * 86_400_000  # how long a quote can be looked at
+_LATEST_BATCHES, _LATEST_PARTS = 20, 1_000  # whose answers tell how long the next ones get
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuoteClaim:
+    """The right to plan the next window of a quote. `sample_lines`: of an estimate, which is one window."""
+
+    plan: PlanClaim
+    sample_lines: int | None
+    input_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotedModel:
+    """What a quote is about, from now on."""
+
+    path: str
+    rates: Rates
+    lengths: Lengths | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotedWindow:
+    """What a planned window adds to its quote. `ids` is where its custom_ids are, None if no window follows;
+    `estimate` is what an estimate has instead of figures."""
+
+    last_line: int
+    next_offset: int
+    num_lines: int
+    ids: WindowObject | None
+    template_sha256: str | None
+    figures: Figures
+    estimate: Mapping[str, Any] | None
+    rejected: Sequence[Problem]
+    num_rejected: int
+    problems: Sequence[Problem]
+    num_problems: int
+    advice: Advice | None
+
+
+def quote(session: Session, project_id: str, quote_id: str) -> Quote | None:
+    """One quote of a project, as it is now."""
+    found = select(Quote).where(Quote.id == quote_id, Quote.project_id == project_id)
+    return session.scalars(found.execution_options(populate_existing=True)).first()
+
+
+def due(session: Session) -> list[str]:
+    """Quotes that nobody is planning. Served by ix_quotes_status."""
+    waiting = (Quote.status == QUEUED, Quote.plan_lease_ms < database_now_ms(session))
+    return list(session.scalars(select(Quote.id).where(*waiting).order_by(Quote.created_ms)))
+
+
+def forget_old(session: Session) -> int:
+    """Forget the quotes that nobody looks at any more. Returns how many. Served by ix_quotes_status."""
+    old = Quote.created_ms < database_now_ms(session) - _KEEP_MS
+    return len(session.scalars(delete(Quote).where(Quote.status.in_((READY, FAILED)), old).returning(Quote.id)).all())
+
+
+def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteClaim | bool:
+    """Take the plan lease. False: somebody else has it. True: there is nothing to plan (any more)."""
+    row = session.get(Quote, quote_id, with_for_update=True, populate_existing=True)
+    now = database_now_ms(session)
+    if row is None or row.status != QUEUED:
+        return True
+    if row.plan_lease_ms > now:
+        return False
+    row.plan_epoch += 1
+    row.plan_owner, row.plan_lease_ms = owner, now + _ms(lease_s)
+    file = files.find_stored(session, row.project_id, row.input_file_id)
+    last = row.windows[-1] if row.windows else None
+    plan = PlanClaim(
+        batch_id=row.id,
+        epoch=row.plan_epoch,
+        endpoint=row.endpoint,
+        is_strict=row.on_invalid != "skip",
+        model_requested=row.model_requested,
+        model_id=row.model_id,
+        aliases=row.aliases,
+        input=None if file is None else Input(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes),
+        window_no=len(row.windows),
+        unit_no=0,
+        first_line=last["last_line"] + 1 if last else 1,
+        offset=last["next_offset"] if last else 0,
+        num_lines=row.num_lines,
+        num_problems=row.errors_total,
+        num_listed=len(row.errors or ()),
+        finished_windows=[WindowObject(key=window["key"], sha256=window["sha256"]) for window in row.windows],
+        limits=row.plan_limits,
+        template_sha256=row.template_sha256,
+    )
+    return QuoteClaim(plan=plan, sample_lines=row.sample_lines, input_sha256=row.input_sha256)
+
+
+def keep(session: Session, quote_id: str, epoch: int, lease_s: float) -> bool:
+    """Prolong the lease. False: it is lost."""
+    row = _mine(session, quote_id, epoch)
+    if row is not None:
+        row.plan_lease_ms = database_now_ms(session) + _ms(lease_s)
+    return row is not None
+
+
+def let_go(session: Session, quote_id: str, epoch: int) -> None:
+    """End the lease of a planner that stops early."""
+    if (row := _mine(session, quote_id, epoch)) is not None:
+        row.plan_lease_ms = 0
+
+
+def start_over(session: Session, quote_id: str, epoch: int) -> None:
+    """Forget what was planned of a quote so far."""
+    if (row := _mine(session, quote_id, epoch)) is not None:
+        _discard_windows(session, row)
+        row.found = row.problems = row.errors = row.advice = None
+        row.num_lines = row.num_rejected = row.errors_total = row.plan_lease_ms = 0
+
+
+def pin_model(session: Session, quote_id: str, epoch: int, model_id: str) -> QuotedModel | None:
+    """Settle model, rates and what is known of the lengths of answers. None: the lease is lost.
+
+    Raises InvalidRequestError when the model has no price.
+    """
+    row = _mine(session, quote_id, epoch)
+    if row is None:
+        return None
+    model = session.get_one(Model, model_id)
+    if row.rates is None:
+        tier, standard = (
+            billing.rates_for(session, model_id, name, row.price_version) for name in (row.tier, STANDARD_TIER)
+        )
+        lengths = quote_figures.lengths_of(_finished(session, row.project_id, model.digest))
+        row.model_id, row.model_digest = model.id, model.digest
+        row.rates = {"tier": asdict(tier), "standard": asdict(standard)}
+        row.lengths = None if lengths is None else asdict(lengths)
+    return QuotedModel(path=model.path, rates=rates_of(row), lengths=Lengths(**row.lengths) if row.lengths else None)
+
+
+def add_window(
+    session: Session, quote_id: str, epoch: int, no: int, window: QuotedWindow, *, max_problems: int
+) -> bool:
+    """Make a window count. False: the lease is lost."""
+    row = _mine(session, quote_id, epoch)
+    if row is None:
+        return False
+    if len(row.windows) > no:
+        return True  # ours, as the epoch says: the answer to the commit was lost
+    ids = window.ids
+    place = {"last_line": window.last_line, "next_offset": window.next_offset}
+    row.windows = [*row.windows, {**place, "key": ids.key if ids else "", "sha256": ids.sha256 if ids else ""}]
+    row.num_lines += window.num_lines
+    row.template_sha256 = window.template_sha256 or row.template_sha256
+    row.found = asdict(figures_of(row) + window.figures) if window.estimate is None else dict(window.estimate)
+    row.problems = _listed(row.problems, window.rejected, max_problems)
+    row.num_rejected += window.num_rejected
+    row.errors = _listed(row.errors, window.problems, max_problems)
+    row.errors_total += window.num_problems
+    if window.advice is not None:
+        row.advice = asdict(Advice(**row.advice) + window.advice if row.advice else window.advice)
+    if ids is not None:
+        row.plan_lease_ms = 0  # its planner goes on only when there is no further window
+    return True
+
+
+def finish(session: Session, quote_id: str, epoch: int, ttl_s: float) -> bool:
+    """End the planning well: from now on batches can be created with the quote. False: the lease is lost."""
+    row = _mine(session, quote_id, epoch)
+    if row is None:
+        return False
+    row.status, row.ended_ms = READY, database_now_ms(session)
+    row.expires_ms = row.ended_ms + _ms(ttl_s) if row.sample_lines is None else None
+    row.plan_owner, row.plan_lease_ms = None, 0
+    _discard_windows(session, row, keeps_rows=True)
+    return True
+
+
+def fail(
+    session: Session,
+    quote_id: str,
+    epoch: int,
+    reason: Problem | None,
+    problems: Sequence[Problem],
+    *,
+    num_problems: int,
+    max_problems: int,
+) -> bool:
+    """End the planning as that of the batch would end: the reason of the whole file first, then its problems."""
+    row = _mine(session, quote_id, epoch)
+    if row is None:
+        return False
+    first = [] if reason is None else [reason.as_json()]
+    row.errors = [*first, *(_listed(row.errors, problems, max_problems) or ())][:max_problems]
+    row.errors_total += len(first) + num_problems
+    row.status, row.ended_ms = FAILED, database_now_ms(session)
+    row.plan_owner, row.plan_lease_ms = None, 0
+    _discard_windows(session, row, keeps_rows=True)
+    return True
+
+
+def is_queued(session: Session, quote_id: str) -> bool:
+    """Whether a quote still waits for its planning to end."""
+    return session.scalar(select(Quote.status).where(Quote.id == quote_id)) == QUEUED
+
+
+def figures_of(row: Quote) -> Figures:
+    """The figures of a quote (not of an estimate) so far."""
+    return quote_figures.from_json(row.found)
+
+
+def rates_of(row: Quote) -> Rates:
+    """The rates that a quote has pinned."""
+    assert row.rates is not None, "rates are pinned before anything is planned"
+    return Rates(**row.rates["tier"])
+
+
+def _finished(session: Session, project_id: str, digest: str) -> list[tuple[int, int]]:
+    """Lines and output tokens of the latest parts of a project's latest batches of a model.
+
+    Served by ix_batches_listing and ix_parts_window.
+    """
+    latest = (
+        select(Batch.id)
+        .where(Batch.project_id == project_id, Batch.model_digest == digest, Batch.completed > 0)
+        .order_by(Batch.created_ms.desc(), Batch.id.desc())
+        .limit(_LATEST_BATCHES)
+    )
+    batch_ids = session.scalars(latest).all()
+    parts = (
+        select(Part.lines_ok, Part.output_tokens)
+        .where(Part.batch_id.in_(batch_ids), Part.lines_ok > 0, Part.is_void.is_(False))
+        .order_by(Part.created_ms.desc())
+        .limit(_LATEST_PARTS)
+    )
+    return [(lines, tokens) for lines, tokens in session.execute(parts)]
+
+
+def _mine(session: Session, quote_id: str, epoch: int) -> Quote | None:
+    row = session.get(Quote, quote_id, with_for_update=True, populate_existing=True)
+    return row if row is not None and row.status == QUEUED and row.plan_epoch == epoch else None
+
+
+def _discard_windows(session: Session, row: Quote, *, keeps_rows: bool = False) -> None:
+    garbage_queries.discard(session, [window["key"] for window in row.windows if window["key"]])
+    if not keeps_rows:
+        row.windows = []
+
+
+def _listed(listed: Sequence[Any] | None, more: Sequence[Problem], most: int) -> list[Any] | None:
+    return [*(listed or ()), *(problem.as_json() for problem in more)][:most] or None
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

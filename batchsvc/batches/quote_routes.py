@@ -1,0 +1,74 @@
+"""Routes of quotes: ask for one, look at it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.accounts import idempotency
+from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.idempotency import RepetitionDep
+from batchsvc.batches import quote_queries, quote_service
+from batchsvc.batches.quote_schemas import CreateQuote, quote_object
+from batchsvc.batches.quote_service import NotHereError
+from batchsvc.batches.reading import PlanContext
+from batchsvc.batches.tables import Quote
+from batchsvc.http.deps import Context, ContextDep
+from engine.load.fetch import KNOWN_MODELS, cached_path, locate
+from engine.text import TextModel, load_text
+
+router = APIRouter(prefix="/v1")
+_TEXTS = 4  # tokenizers that an API process keeps
+
+
+@router.post("/batches/quote")
+def create_quote(
+    caller: CallerDep, context: ContextDep, body: CreateQuote, repetition: RepetitionDep
+) -> dict[str, Any]:
+    """What a batch of this input would cost. A small one is planned at once, if this process has the model; any other
+    is planned by a control worker, and polled; if the message to that is lost, the reaper asks again."""
+    quote_id = ids.quote_id()
+
+    def create(session: Session) -> dict[str, Any]:
+        return {"id": quote_service.create_quote(session, caller, body, context.settings, quote_id=quote_id).id}
+
+    made = context.db.run(
+        lambda session: idempotency.once(
+            session, caller.project_id, "quotes", repetition.key, body.model_dump(), partial(create, session)
+        )
+    )
+    row = _found(context, caller.project_id, made["id"])
+    if row.status == quote_queries.QUEUED:
+        planning = PlanContext(context.db, context.store, context.settings, _text_here)
+        if quote_service.plan_here(planning, row, ids.worker_id(socket.gethostname(), os.getpid())):
+            row = _found(context, caller.project_id, row.id)
+        else:
+            context.dispatcher.quote(row.id)
+    return quote_object(row)
+
+
+@router.get("/batches/quote/{quote_id}")
+def retrieve_quote(caller: CallerDep, context: ContextDep, quote_id: str) -> dict[str, Any]:
+    """One quote, or estimate."""
+    return quote_object(_found(context, caller.project_id, quote_id))
+
+
+def _found(context: Context, project_id: str, quote_id: str) -> Quote:
+    with context.db.reading() as session:
+        return quote_service.get(session, project_id, quote_id)
+
+
+@lru_cache(maxsize=_TEXTS)
+def _text_here(path: str) -> TextModel:
+    """The text side of a model that is on this machine. Nobody's call waits while one is fetched."""
+    is_missing = cached_path(path) is None if path in KNOWN_MODELS else not Path(path).exists()
+    if is_missing:
+        raise NotHereError(path)
+    return load_text(locate(path))

@@ -1,0 +1,131 @@
+"""An estimate from a sample of lines: what all of them probably hold, as intervals. Pure.
+
+Lines are drawn at random in one pass (a reservoir). The number of input tokens follows from the mean of the sample.
+How many of them are cached doesn't: sharing grows with the number of lines, so a sample shows too little of it. But
+each further line adds, on average, no more new tokens than the one before. What a line would add after all others of
+the sample is measured (its prompt, less what it shares with any of them), and so is what it would add after half of
+them. Every further line adds at most that (high), and what it adds may go on falling at that pace (low). To both come
+two standard errors. A sample is not a quote: the true numbers may lie outside.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from batchsvc.batches.quote_figures import Interval
+from batchsvc.batches.window import PlannedRequest
+from batchsvc.files.lines import Record
+from engine.sched.order import GRANULE_TOKENS, common_prefix_tokens
+
+_ERRORS = 2.0  # standard errors on either side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Of a whole file: requests that can be run, input tokens, and those of them that must be computed."""
+
+    lines: int
+    input_tokens: Interval
+    uncached_tokens: Interval
+
+
+class Reservoir:
+    """Draws at most `size` records of a stream, each as likely as any other; the same ones for the same seed."""
+
+    def __init__(self, size: int, seed: str) -> None:
+        self._size = size
+        self._random = random.Random(seed)  # noqa: S311  a sample, no secret
+        self.num_lines = 0
+        self._ordinals: dict[int, int] = {}
+
+    def choose(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The drawn records, in order, after all were read."""
+        kept: list[tuple[int, Record]] = []
+        for record in records:
+            place = self.num_lines if self.num_lines < self._size else self._random.randint(0, self.num_lines)
+            if place == len(kept):
+                kept.append((self.num_lines, record))
+            elif place < self._size:
+                kept[place] = (self.num_lines, record)
+            self.num_lines += 1
+        kept.sort(key=lambda pair: pair[0])
+        self._ordinals = {record.line_no: ordinal for ordinal, record in kept}
+        return iter([record for _, record in kept])
+
+    def ordinal(self, line_no: int) -> int:
+        """How many lines of the file stand before a drawn one."""
+        return self._ordinals[line_no]
+
+
+def estimate(
+    windows: Sequence[Sequence[PlannedRequest]], uncached_tokens: int, *, drawn: int, num_lines: int
+) -> Estimate:
+    """From the drawn requests of each window, and what of them must be computed when these windows are planned.
+
+    `drawn` lines were read of `num_lines`; those that aren't among the requests can't be run.
+    """
+    requests = [request for window in windows for request in window]
+    count = len(requests)
+    if not count:
+        nothing = Interval(low=0, expected=0, high=0)
+        return Estimate(lines=0, input_tokens=nothing, uncached_tokens=nothing)
+    lines = round(num_lines * count / drawn)
+    more = lines - count
+    prompts = np.array([request.prompt_tokens for request in requests], np.float64)
+    input_tokens = _spread(float(prompts.mean()) * lines, lines * _standard_error(prompts) if more else 0.0)
+    news = np.array([new for window in windows for new in _new_tokens(window)], np.float64)
+    before = np.array(
+        [new for window in windows for half in (window[::2], window[1::2]) for new in _new_tokens(half)], np.float64
+    )
+    pace = min(1.0, float(news.mean()) / float(before.mean())) if before.mean() else 1.0
+    error = _ERRORS * more * _standard_error(news)
+    high = min(uncached_tokens + more * float(news.mean()) + error, input_tokens.high)
+    falling = uncached_tokens + float(news.mean()) * _falling(count, lines, pace)
+    low = min(max(float(uncached_tokens), falling - error), high)
+    uncached = Interval(low=math.floor(low), expected=round((low + high) / 2), high=math.ceil(high))
+    return Estimate(lines=lines, input_tokens=input_tokens, uncached_tokens=uncached)
+
+
+def _falling(count: int, lines: int, pace: float) -> float:
+    """How many lines' worth of new tokens the lines from `count` to `lines` add, if it falls by `pace` per doubling."""
+    worth, reached, share = 0.0, count, pace
+    while reached < lines:
+        step = min(reached, lines - reached)
+        worth += step * share
+        reached += step
+        share *= pace
+    return worth
+
+
+def _new_tokens(window: Sequence[PlannedRequest]) -> list[int]:
+    """What each request would have to compute if it came after all others of its window."""
+    order = sorted(range(len(window)), key=lambda index: window[index].prompt)
+    shared = [common_prefix_tokens(window[a].prompt, window[b].prompt) for a, b in pairwise(order)]
+    folds: dict[tuple[bytes, bytes], int] = {}
+    for request in window:
+        if request.fold_key is not None:
+            key = (request.prompt, request.fold_key)
+            folds[key] = folds.get(key, 0) + 1
+    found = []
+    for place, index in enumerate(order):
+        request = window[index]
+        most = max(shared[max(0, place - 1) : place + 1], default=0)
+        cached = min(most, request.prompt_tokens - 1)
+        is_repeat = request.fold_key is not None and folds[request.prompt, request.fold_key] > 1
+        found.append(0 if is_repeat else request.prompt_tokens - cached + cached % GRANULE_TOKENS)
+    return found
+
+
+def _standard_error(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _spread(middle: float, error: float) -> Interval:
+    low, high = max(0.0, middle - _ERRORS * error), middle + _ERRORS * error
+    return Interval(low=math.floor(low), expected=round(middle), high=math.ceil(high))

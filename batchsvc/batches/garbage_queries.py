@@ -48,11 +48,8 @@ def referred_to(session: Session, s3_keys: Collection[str]) -> set[str]:
     """Those of these objects that somebody refers to."""
     found = files.known_keys(session, s3_keys)
     batch_ids = {batch_id for key in s3_keys if (batch_id := keys.batch_of(key))}
-    running = dict(
-        session.execute(select(Batch.id, Batch.fin_epoch).where(Batch.id.in_(batch_ids), Batch.status.not_in(TERMINAL)))
-        .tuples()
-        .all()
-    )
+    unended = select(Batch.id, Batch.fin_epoch).where(Batch.id.in_(batch_ids), Batch.status.not_in(TERMINAL))
+    running = {row.id: row.fin_epoch for row in session.execute(unended)}
     for batch_column, key_column in _COLUMNS:
         named = select(key_column).where(batch_column.in_(running), key_column.in_(s3_keys))
         if key_column.class_ is Part:

@@ -71,6 +71,6 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
         return f"off-peak until {around.night.label(starts)}"
     if row.model_digest not in around.served:
         return f"no worker for model {row.model_id}"
-    if row.id in around.delayed:  # a unit is only given back for later when a worker could not read it
-        return "its stored work can't be read, a worker tries again: the log of the engine worker says why"
+    if row.id in around.delayed:  # lines that an engine failed, or work that a worker could not read
+        return "some of its work failed and is tried again soon: the log of the engine worker says why"
     return None

@@ -1,4 +1,4 @@
-"""The official client asks for usage and costs: buckets, pages, groups, filters, refusals; and asking writes nothing."""
+"""The official client asks for usage and costs: buckets, pages, groups, refusals; and asking writes nothing."""
 
 from __future__ import annotations
 

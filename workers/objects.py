@@ -39,6 +39,7 @@ def store_part(store: ObjectStore, unit: ClaimedUnit, lines: Sequence[FinishedLi
         output_tokens=sum(line.output_tokens for line in parts),
         cost_nanos=sum(line.cost_nanos for line in parts),
         standard_nanos=sum(line.standard_nanos for line in parts),
+        over_budget=sum(finished.is_over_budget for finished in lines),
     )
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from batchsvc.batches import part_file
+from batchsvc.batches import budget_queries, part_file
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
-from batchsvc.money import Rates, line_cost_nanos
+from batchsvc.money import Rates, format_dollars, line_cost_nanos
 from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 
 _OWN_FAULT = {"context_length_exceeded", "invalid_value"}  # codes of requests that no engine could run
@@ -38,6 +38,7 @@ class FinishedLine:
     bit: int
     line: PartLine
     est_tokens: int = 0
+    is_over_budget: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +135,9 @@ def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> li
 
 
 def to_errors(
-    unit: ClaimedUnit, open_row: OpenRow, *, code: str, message: str, status: int, param: str | None = None
+    unit: ClaimedUnit, open_row: OpenRow, *, code: str, message: str, status: int | None, param: str | None = None
 ) -> list[FinishedLine]:
-    """Error lines of a row that can't be run."""
+    """Error lines of a row that can't be run. Without a `status` nobody has tried to."""
     row = open_row.row
     return [
         FinishedLine(
@@ -155,9 +156,16 @@ def to_errors(
                 ),
             ),
             row.est_tokens(member),
+            is_over_budget=code == budget_queries.CODE,
         )
         for bit, member in open_row.members
     ]
+
+
+def to_over_budget(unit: ClaimedUnit, open_row: OpenRow, most_nanos: int) -> list[FinishedLine]:
+    """Error lines of a row that there is no money for."""
+    says = f"It was not run: it can cost {format_dollars(most_nanos)}, which is more than its batch may still spend."
+    return to_errors(unit, open_row, code=budget_queries.CODE, message=says, status=None)
 
 
 def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion) -> PartLine:

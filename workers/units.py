@@ -20,7 +20,8 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import failpoints
-from batchsvc.batches import repair_queries, unit_file, unit_queries
+from batchsvc.batches import budget_queries, repair_queries, unit_file, unit_queries
+from batchsvc.batches.budget_queries import Verdict
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_queries import Claim, ClaimedUnit
@@ -32,6 +33,7 @@ from batchsvc.store.s3 import ObjectStore
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request
 from workers import objects
+from workers.allowance import Allowance, Ask
 from workers.breaker import Breaker, Way
 from workers.thread import WorkThread
 from workers.translate import (
@@ -43,11 +45,13 @@ from workers.translate import (
     to_errors,
     to_expectation,
     to_lines,
+    to_over_budget,
     to_request,
     to_unfinished,
 )
 
 _LOOK_S = 0.1
+_ASK_S = 0.5  # how often more money is asked for
 _CLAIM_END_S = 2.0  # how long a drain waits for a claim under way
 
 log = structlog.get_logger(__name__)
@@ -96,6 +100,7 @@ class _LiveUnit:
     unit: ClaimedUnit
     open: dict[str, OpenRow] = field(default_factory=dict)  # rows without a result, by request id
     failed: set[str] = field(default_factory=set)  # those of them that the engine failed
+    allowance: Allowance | None = None  # what they may cost; None: whatever they cost
     is_ending: bool = False
 
 
@@ -140,6 +145,7 @@ class UnitSource:
         self._backlog: deque[OpenRow] = deque()  # rows of live units that the engine doesn't have yet
         self._room = 0  # requests that fit the engine's waiting set beyond the backlog
         self._next_poll_s = monotonic_s() + poll_s
+        self._next_ask_s = 0.0
         self._thread = WorkThread("claim", self._claim_without_tickets, engine.crashed)
         self.is_draining = False  # set in a signal handler too, so a plain attribute and no lock
 
@@ -178,7 +184,8 @@ class UnitSource:
 
     def take(self, room: int) -> list[Request]:
         with self._changed:
-            self._room = room - len(self._backlog)
+            parked = sum(len(live.allowance.parked) for live in self._live.values() if live.allowance)
+            self._room = room - len(self._backlog) - parked
             self._changed.notify_all()
         requests: list[Request] = []
         while len(requests) < room and not self._breaker.is_open and not self.is_draining:
@@ -187,8 +194,8 @@ class UnitSource:
                     break
                 row = self._backlog.popleft()
                 live = self._of_request.get(row.request_id)
-            if live is None:
-                continue
+                if live is None or (live.allowance and not live.allowance.admit(row)):
+                    continue
             try:
                 requests.append(to_request(live.unit, row))
             except RequestError as error:
@@ -219,6 +226,7 @@ class UnitSource:
             if lines:
                 del live.open[row.request_id]
                 self._parts.add(live.unit, lines)
+            self._settle(live, row, sum(finished.line.cost_nanos for finished in lines))
             self._end_if_over(live)
 
     def _failed(self, live: _LiveUnit, row: OpenRow, lines: list[FinishedLine]) -> None:
@@ -227,7 +235,13 @@ class UnitSource:
                 return  # stopped or lost meanwhile
             live.failed.add(row.request_id)
             self._parts.fail(live.unit, lines)
+            self._settle(live, row, 0)
             self._end_if_over(live)
+
+    def _settle(self, live: _LiveUnit, row: OpenRow, cost_nanos: int) -> None:
+        if live.allowance:
+            live.allowance.ended(row.request_id, cost_nanos)
+            self._backlog.extend(live.allowance.unpark())
 
     def _end_if_over(self, live: _LiveUnit) -> None:
         is_over = not any(request_id in self._of_request for request_id in live.open)
@@ -328,7 +342,45 @@ class UnitSource:
             self._probe("reads")
             if not self._parts.has_work():  # else the writer finds out by its own work
                 self._probe("writes")
+            self._ask_for_money()
             self._poll()
+
+    def _ask_for_money(self) -> None:
+        """For units that could run more lines if they had more to spend."""
+        if monotonic_s() < self._next_ask_s or self._breaker.is_open:
+            return
+        self._next_ask_s = monotonic_s() + _ASK_S
+        with self._changed:
+            short = [live for live in self._live.values() if live.allowance and live.allowance.parked]
+        for live in short:
+            with self._changed:
+                assert live.allowance is not None, "only such were chosen"
+                ask = live.allowance.ask(sum(request_id in self._of_request for request_id in live.open))
+            verdict = self._grant(live, ask)
+            with self._changed:
+                self._backlog.extend(live.allowance.unpark())
+                refused = list(live.allowance.parked.values()) if verdict is Verdict.OVER else []
+            for row in refused:
+                self._finished(live, row, to_over_budget(live.unit, row, live.allowance.most_nanos(row)))
+            if verdict is Verdict.WAIT:
+                self.stop([live.unit.id])
+            self._engine.wake()
+
+    def _grant(self, live: _LiveUnit, ask: Ask) -> Verdict | None:
+        """Ask for money, and note what was granted. None: not known, or the unit is lost."""
+        try:
+            grant = self._db.run(
+                lambda session: budget_queries.grant(session, live.unit.id, live.unit.epoch, **ask._asdict())
+            )
+        except DBAPIError as error:
+            wait_s = self._breaker.failed("reads")
+            log.warning("unit.not_granted", unit=live.unit.id, error=type(error).__name__, again_in_s=wait_s)
+            return None
+        if grant is None or live.allowance is None:
+            return None
+        with self._changed:
+            live.allowance.granted_nanos = grant.granted_nanos
+        return grant.verdict
 
     def _probe(self, way: Way) -> None:
         """See whether what failed works again, without taking a unit for it."""
@@ -422,6 +474,9 @@ class UnitSource:
             "unit.claimed", unit=unit.id, epoch=unit.epoch, batch=unit.batch_id, requests=len(rows), resumed=resumed
         )
         live = _LiveUnit(unit, {row.request_id: row for row in rows})
+        if unit.is_metered:
+            live.allowance = Allowance(unit, rows)
+            self._grant(live, live.allowance.ask_for_all())
         if (earlier := self._live.get(unit.id)) is not None:  # lost, freed and claimed again before anybody noticed
             self.lost([earlier.unit.claim])
         with self._changed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import boto3
 import pytest
 from hypothesis import settings as hypothesis_settings
 
+from batchsvc.db import migrate
 from batchsvc.settings import Settings
 from tests import servers
 
@@ -44,6 +47,37 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield f"sqlite:///{tmp_path / 'test.sqlite3'}"
         return
     with servers.fresh_database(request.getfixturevalue("postgres_url")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database file with the newest schema, to copy: triggers included, which tables in code don't bring."""
+    path = tmp_path_factory.mktemp("migrated") / "test.sqlite3"
+    migrate.upgrade(f"sqlite:///{path}")
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode=DELETE")  # so that the one file is all of it
+    connection.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_url: str) -> Iterator[str]:
+    """Name of a database with the newest schema, to copy."""
+    with servers.fresh_database(postgres_url) as url:
+        migrate.upgrade(url)
+        yield url.partition("?")[0].rsplit("/", 1)[1]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A fresh database with the newest schema: as `database_url`, for tests that need migrations and no others."""
+    if request.param == "sqlite":
+        copied = shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "test.sqlite3")
+        yield f"sqlite:///{copied}"
+        return
+    template = request.getfixturevalue("migrated_postgres")
+    with servers.fresh_database(request.getfixturevalue("postgres_url"), template) as url:
         yield url
 
 

@@ -81,14 +81,15 @@ def start_postgres() -> Iterator[str]:
 
 
 @contextmanager
-def fresh_database(maintenance_url: str) -> Iterator[str]:
-    """Yields the URL of an empty database on this PostgreSQL, and drops it afterwards."""
+def fresh_database(maintenance_url: str, template: str | None = None) -> Iterator[str]:
+    """Yields the URL of an empty database on this PostgreSQL, or of a copy, and drops it afterwards."""
     name = "t_" + secrets.token_hex(6)
     engine = create_engine(
         maintenance_url.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT"
     )
     with engine.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
+        copied = f" TEMPLATE {template}" if template else ""
+        connection.execute(text(f"CREATE DATABASE {name}{copied}"))
     base, _, query = maintenance_url.partition("?")
     try:
         yield base.rsplit("/", 1)[0] + f"/{name}" + (f"?{query}" if query else "")

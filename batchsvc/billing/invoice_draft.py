@@ -24,7 +24,7 @@ from batchsvc.billing.invoice_tables import BillingParty, Invoice
 from batchsvc.billing.month import Month
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
-from batchsvc.money import NANOS_PER_DOLLAR
+from batchsvc.money import NANOS_PER_DOLLAR, Rates
 from batchsvc.settings import Settings
 
 REVERSE_CHARGE = "Reverse charge: the recipient of the supply is liable for the tax."
@@ -42,24 +42,30 @@ def show_party(session: Session, project: str) -> tuple[Project, BillingParty]:
 def change_party(session: Session, project: str, changes: Mapping[str, Any]) -> tuple[Project, BillingParty]:
     """Says to whom a project is billed; what isn't named stays. Invoices that exist keep what they say."""
     row, party = show_party(session, project)
-    for field, value in changes.items():
+    wanted = dict(changes)
+    exponent_of(wanted.get("currency", party.currency))
+    if wanted.get("bill_to") is not None:
+        wanted["bill_to"] = _payer(session, row, wanted["bill_to"])
+    for field, value in wanted.items():
         setattr(party, field, value)
-    exponent_of(party.currency)
-    if party.bill_to is not None:
-        payer = accounts.existing_project(session, party.bill_to)
-        onward = queries.party(session, payer.id)
-        if payer.id == row.id or (onward is not None and onward.bill_to) or queries.billed_to(session, row.id):
-            raise InvalidRequestError(
-                f"{project} can't be billed to {party.bill_to}: that project must be billed to itself,"
-                " and no project to this one.",
-                param="bill_to",
-            )
-        if row.is_prepaid:
-            raise InvalidRequestError(f"{project} is prepaid, so it pays for itself.", param="bill_to")
-        party.bill_to = payer.id
     session.add(party)
     session.flush()
     return row, party
+
+
+def _payer(session: Session, project: Project, name: str) -> str:
+    """The id of the project that pays for another one."""
+    payer = accounts.existing_project(session, name)
+    onward = queries.party(session, payer.id)
+    if payer.id == project.id or (onward is not None and onward.bill_to) or queries.billed_to(session, project.id):
+        raise InvalidRequestError(
+            f"{project.name} can't be billed to {payer.name}: that project must be billed to itself,"
+            " and no project to this one.",
+            param="bill_to",
+        )
+    if project.is_prepaid:
+        raise InvalidRequestError(f"{project.name} is prepaid, so it pays for itself.", param="bill_to")
+    return payer.id
 
 
 def draft(
@@ -136,7 +142,7 @@ def month_lines(
             project_id=project_id,
             model=model,
             tier=tier,
-            kind=item.kind,
+            kind=item.kind or "usage",
             price_version=version,
             tokens=item.tokens or 0,
             rate_nanos=item.rate_nanos,
@@ -144,7 +150,7 @@ def month_lines(
             reverses=reverses,
         )
         for (reverses, project_id, model, tier, version), usage in groups.items()
-        for item in line_items.items(model, tier, service.rates_for(session, model, tier, version), usage)
+        for item in line_items.items(model, tier, _rates(session, model, tier, version), usage)
     ]
     lines += [
         Line(
@@ -167,6 +173,11 @@ class _Party:
     address: str
     country: str
     tax_id: str
+
+
+def _rates(session: Session, model: str, tier: str, version: int) -> Rates | None:
+    """None for usage that is older than the note of its prices: it is billed as one sum."""
+    return service.rates_for(session, model, tier, version) if version else None
 
 
 def seller_of(settings: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, case, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
@@ -74,8 +74,7 @@ class UsageDetail(NamedTuple):
 
 def usage_sums(session: Session, projects: Sequence[str], month: Month) -> list[UsageSum]:
     """The month's usage by price, without what it takes back from earlier months."""
-    price = LedgerTransaction.price_version
-    keys = (UsageRow.project_id, UsageRow.model, UsageRow.tier, price)
+    keys = (UsageRow.project_id, UsageRow.model, UsageRow.tier, UsageRow.price_version)
     counts = (
         UsageRow.requests,
         UsageRow.input_tokens,
@@ -85,7 +84,6 @@ def usage_sums(session: Session, projects: Sequence[str], month: Month) -> list[
     )
     rows = session.execute(
         select(*keys, *(func.sum(count) for count in counts))
-        .join(LedgerTransaction, LedgerTransaction.key == _posting_key())
         .outerjoin(_Original, _is_reversal_before(month))
         .where(_in_month(projects, month), _Original.part_id.is_(None))
         .group_by(*keys)
@@ -101,7 +99,7 @@ def reversals(session: Session, projects: Sequence[str], month: Month) -> list[R
             UsageRow.project_id,
             UsageRow.model,
             UsageRow.tier,
-            LedgerTransaction.price_version,
+            UsageRow.price_version,
             UsageRow.requests,
             UsageRow.input_tokens,
             UsageRow.cached_tokens,
@@ -109,7 +107,6 @@ def reversals(session: Session, projects: Sequence[str], month: Month) -> list[R
             UsageRow.cost_nanos,
             _Original.created_ms,
         )
-        .join(LedgerTransaction, LedgerTransaction.key == _posting_key())
         .join(_Original, _is_reversal_before(month))
         .where(_in_month(projects, month))
         .order_by(UsageRow.part_id)
@@ -154,7 +151,7 @@ def usage_details(session: Session, projects: Sequence[str], month: Month) -> It
             UsageRow.created_ms,
             UsageRow.model,
             UsageRow.tier,
-            LedgerTransaction.price_version,
+            UsageRow.price_version,
             UsageRow.requests,
             UsageRow.input_tokens,
             UsageRow.cached_tokens,
@@ -162,7 +159,6 @@ def usage_details(session: Session, projects: Sequence[str], month: Month) -> It
             UsageRow.cost_nanos,
             _Original.created_ms,
         )
-        .join(LedgerTransaction, LedgerTransaction.key == _posting_key())
         .outerjoin(_Original, _is_reversal_before(month))
         .where(_in_month(projects, month))
         .order_by(UsageRow.created_ms, UsageRow.part_id)
@@ -178,10 +174,6 @@ def _in_month(projects: Sequence[str], month: Month) -> ColumnElement[bool]:
         & (UsageRow.created_ms >= month.start_ms)
         & (UsageRow.created_ms < month.end_ms)
     )
-
-
-def _posting_key() -> ColumnElement[str]:
-    return case((UsageRow.part_id.startswith(_VOID), UsageRow.part_id), else_="part:" + UsageRow.part_id)
 
 
 def _is_reversal_before(month: Month) -> ColumnElement[bool]:

@@ -19,6 +19,7 @@ import batchsvc.batches.model_routes
 import batchsvc.batches.quote_routes
 import batchsvc.batches.routes
 import batchsvc.billing.invoice_routes
+import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
 import batchsvc.files.routes
 from batchsvc import logs
@@ -79,6 +80,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         app.include_router(module.routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
+    app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)
 

@@ -39,13 +39,13 @@ def revoke_key(_admin: AdminDep, context: ContextDep, key_id: str) -> dict[str, 
 
 @router.get("/projects")
 def list_projects(_admin: AdminDep, context: ContextDep) -> dict[str, Any]:
-    """All projects with their weights and quotas."""
+    """All projects with their weights, quotas and limits."""
     with context.db.reading() as session:
         return {"object": "list", "data": [project_object(row) for row in service.list_projects(session)]}
 
 
 @router.post("/projects/{project}")
 def change_project(_admin: AdminDep, context: ContextDep, project: str, body: ChangeProject) -> dict[str, Any]:
-    """Change the weight or the quota of a project, given by its id or its name."""
+    """Change the weight, the quota or the limits of a project, given by its id or its name."""
     with context.db.transaction() as session:
         return project_object(service.change_project(session, project, body.model_dump(exclude_unset=True)))

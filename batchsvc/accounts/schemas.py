@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from batchsvc.accounts.tables import ApiKey, Project
+from batchsvc.money import MOST_NANOS
 
 
 class CreateKey(BaseModel):
@@ -20,12 +21,15 @@ class CreateKey(BaseModel):
 
 
 class ChangeProject(BaseModel):
-    """Body of a change to a project; what isn't named stays. `quota_tokens: null` means the setting's quota again."""
+    """Body of a change to a project; what isn't named stays. `quota_tokens: null` means the setting's quota again,
+    `budget_nanos: null` no monthly budget."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     weight: int = Field(default=1, ge=1, le=1_000)
     quota_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    budget_nanos: int | None = Field(default=None, ge=0, le=MOST_NANOS)
+    is_prepaid: bool = False
 
 
 def project_object(row: Project) -> dict[str, Any]:
@@ -36,6 +40,8 @@ def project_object(row: Project) -> dict[str, Any]:
         "name": row.name,
         "weight": row.weight,
         "quota_tokens": row.quota_tokens,
+        "budget_nanos": row.budget_nanos,
+        "is_prepaid": row.is_prepaid,
         "created_at": row.created_ms // 1000,
     }
 

@@ -39,12 +39,16 @@ def month_no(ms: int) -> int:
     return month.year * 12 + month.month - 1
 
 
+def charged_nanos(funds: Funds, now_ms: int) -> int:
+    """What was charged this month."""
+    return funds.month_nanos if funds.month == month_no(now_ms) else 0
+
+
 def room_nanos(limits: Limits, funds: Funds, now_ms: int) -> int | None:
     """What may be reserved now, at least 0. None: as much as one likes."""
     rooms = []
     if limits.budget_nanos is not None:
-        charged = funds.month_nanos if funds.month == month_no(now_ms) else 0
-        rooms.append(limits.budget_nanos - charged - funds.reserved_nanos)
+        rooms.append(limits.budget_nanos - charged_nanos(funds, now_ms) - funds.reserved_nanos)
     if limits.is_prepaid:
         rooms.append(funds.available_nanos)
     return max(0, min(rooms)) if rooms else None

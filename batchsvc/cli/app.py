@@ -6,8 +6,22 @@ from typing import Annotated
 
 import typer
 
-from batchsvc.cli import doctor, invoice, jobs, keys, lifecycle, models, operate, serve, statement, usage
+from batchsvc.cli import (
+    doctor,
+    invoice,
+    jobs,
+    keys,
+    lifecycle,
+    models,
+    movements,
+    operate,
+    prices,
+    serve,
+    statement,
+    usage,
+)
 from batchsvc.cli.exits import help_table
+from batchsvc.cli.quote import quote
 from batchsvc.cli.run import run
 
 app = typer.Typer(
@@ -40,6 +54,7 @@ def root(
 
 
 app.command()(run)
+app.command()(quote)
 app.command()(jobs.submit)
 app.command()(jobs.watch)
 app.command("list")(jobs.list_batches)
@@ -54,9 +69,14 @@ app.command()(doctor.doctor)
 app.command()(usage.usage)
 app.command()(usage.costs)
 app.command()(statement.statement)
+app.command()(movements.topup)
+app.command()(movements.payment)
+app.command()(movements.refund)
+app.command()(movements.credit)
 app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
 app.add_typer(operate.app, name="admin")
 app.add_typer(invoice.app, name="invoice")
+app.add_typer(prices.app, name="prices")

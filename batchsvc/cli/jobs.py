@@ -26,10 +26,12 @@ from batchsvc.cli.options import (
 )
 from batchsvc.cli.run import (
     DEFAULT_WINDOW,
+    MaxCostOption,
     ModelOption,
     NameOption,
     PriorityOption,
     QuotaOption,
+    QuotedOption,
     SkipOption,
     WindowOption,
     check_output,
@@ -54,6 +56,8 @@ def submit(
     window: WindowOption = DEFAULT_WINDOW,
     priority: PriorityOption = 0,
     on_quota: QuotaOption = "wait",
+    max_cost: MaxCostOption = None,
+    quote: QuotedOption = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
@@ -67,7 +71,14 @@ def submit(
     named = model or model_to_serve(target, source)
     is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
     with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
-        wishes = extensions(window=window, priority=priority, on_quota=on_quota, skip_invalid=skip_invalid)
+        wishes = extensions(
+            window=window,
+            priority=priority,
+            on_quota=on_quota,
+            max_cost=max_cost,
+            skip_invalid=skip_invalid,
+            quote=quote,
+        )
         batch = start(session, console, source, name=name, model=model, wishes=wishes, results=None)
         console.out(batch["id"])
         console.result(batch)
@@ -147,6 +158,8 @@ def show(
         "Progress": f"{math.floor(100 * share)} %" if share is not None else None,
         "Ends": " to ".join(outcome.local_time(ends[end]) for end in ("low", "high")) if ends else None,
         "At risk": "the deadline" if batch.get("at_risk") else None,
+        "Most it may cost": format_dollars(most) if (most := batch.get("max_cost_nanos")) is not None else None,
+        "Lines over it": batch.get("lines_over_budget"),
         "Waiting for": batch.get("waiting_for"),
         "Starts": outcome.local_time(runs) if runs else None,
     }

@@ -10,6 +10,7 @@ from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import BatchArgument, DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.money import format_dollars, parse_dollars
 
 app = typer.Typer(no_args_is_help=True, help="Projects and paused batches.", rich_markup_mode=None)
 
@@ -22,13 +23,16 @@ def projects(
     from_env: FromEnvOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List projects with their weights and token quotas."""
+    """List projects with their weights, token quotas and limits."""
     console = Console(as_json=as_json)
     with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
         page = admin.list_projects()
     console.result(page)
-    rows = [{**row, "quota": _quota_text(row)} for row in page["data"]]
-    console.table(rows, ("id", "name", "weight", "quota"))
+    rows = [
+        {**row, "quota": _quota_text(row), "budget": _budget_text(row), "prepaid": "yes" if row["is_prepaid"] else ""}
+        for row in page["data"]
+    ]
+    console.table(rows, ("id", "name", "weight", "quota", "budget", "prepaid"))
 
 
 @app.command()
@@ -41,22 +45,36 @@ def project(
         str | None,
         typer.Option("--quota", metavar="N", help="Tokens that its unfinished batches may hold; default: the setting."),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", metavar="DOLLARS", help="The most that it may spend a month (UTC); none: no limit."
+        ),
+    ] = None,
+    prepaid: Annotated[
+        bool | None, typer.Option("--prepaid/--postpaid", help="Whether it spends only what was topped up.")
+    ] = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
     from_env: FromEnvOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Change the weight or the token quota of a project."""
+    """Change the weight, the token quota or the limits of a project. Batches that run keep to a new limit soon."""
     console = Console(as_json=as_json)
     changes: dict[str, Any] = {} if weight is None else {"weight": weight}
     if quota is not None:
         changes["quota_tokens"] = _parsed_quota(quota)
+    if budget is not None:
+        changes["budget_nanos"] = _parsed_budget(budget)
+    if prepaid is not None:
+        changes["is_prepaid"] = prepaid
     if not changes:
-        raise CommandError("Name what to change: --weight, --quota or both.", Exit.USAGE)
+        raise CommandError("Name what to change: --weight, --quota, --budget, --prepaid or --postpaid.", Exit.USAGE)
     with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
         row = admin.change_project(name, changes)
-    console.out(f"{row['id']} ({row['name']}) has weight {row['weight']} and quota {_quota_text(row)}.")
+    limits = f"monthly budget {_budget_text(row)}{', prepaid' if row['is_prepaid'] else ''}"
+    console.out(f"{row['id']} ({row['name']}) has weight {row['weight']}, quota {_quota_text(row)}, {limits}.")
     console.result(row)
 
 
@@ -100,6 +118,19 @@ def _parsed_quota(text: str) -> int | None:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:17]) <= 2**53):
         raise CommandError(f"--quota can't be {text!r}: it is a number of tokens, or default.", Exit.USAGE)
     return int(text)
+
+
+def _parsed_budget(text: str) -> int | None:
+    if text == "none":
+        return None
+    nanos = parse_dollars(text)
+    if nanos is None or nanos < 0:
+        raise CommandError(f"--budget can't be {text!r}: it is an amount of dollars such as 500, or none.", Exit.USAGE)
+    return nanos
+
+
+def _budget_text(row: dict[str, Any]) -> str:
+    return "none" if row["budget_nanos"] is None else format_dollars(row["budget_nanos"])
 
 
 def _quota_text(row: dict[str, Any]) -> str:

@@ -21,13 +21,18 @@ def exit_of(batch: dict[str, Any], allow_errors: str | None) -> Exit:
         return Exit.ENDED_EARLY if _codes(batch) & _OVER_BUDGET else Exit.REFUSED
     if status in ("expired", "cancelled"):
         return Exit.ENDED_EARLY
+    if batch.get("lines_over_budget"):
+        return Exit.ENDED_EARLY
     counts = batch.get("request_counts") or {}
     failed = counts.get("failed", 0)
     return Exit.OK if failed <= allowed_errors(allow_errors, counts.get("total", 0)) else Exit.ERROR_LINES
 
 
-def tell_problems(batch: dict[str, Any], console: Console) -> None:
-    """Why a batch failed: the problems with their lines, and the way out of the usual ones."""
+def tell_problems(batch: dict[str, Any], console: Console, *, all_by: str | None = None) -> None:
+    """Why a batch failed: the problems with their lines, and the way out of the usual ones.
+
+    `all_by` is the command that lists all of them.
+    """
     problems = _problems(batch)
     total = batch.get("errors_total") or len(problems)
     console.say(f"{batch['id']} was refused: {total:,} problem{'' if total == 1 else 's'}.")
@@ -35,7 +40,8 @@ def tell_problems(batch: dict[str, Any], console: Console) -> None:
         where = f"line {problem['line']}: " if problem.get("line") is not None else ""
         console.say(f"  {where}{problem.get('message')} ({problem.get('code')})")
     if total > _SHOWN_PROBLEMS:
-        console.say(f"  ... and {total - _SHOWN_PROBLEMS:,} more: `batchsvc show {batch['id']} --json` lists them.")
+        command = all_by or f"batchsvc show {batch['id']} --json"
+        console.say(f"  ... and {total - _SHOWN_PROBLEMS:,} more: `{command}` lists them.")
     if "model_not_found" in _codes(batch):
         console.say(
             "Let the file's model name mean one of ours with `batchsvc models alias NAME smollm2-135m`, "
@@ -73,6 +79,8 @@ def summary(
         standard = usage.get("standard_nanos")
         beside = f" (at the standard price {format_dollars(standard)})" if standard is not None else ""
         says["Cost"] = f"{format_dollars(usage['cost_nanos'])} at the batch price{beside}"
+    if over := batch.get("lines_over_budget"):
+        says["Over budget"] = f"{over:,} lines were not run: what they can cost is more than was left"
     if results:
         says["Results"] = results
     console.fields(says)

@@ -39,6 +39,13 @@ PriorityOption = Annotated[
 QuotaOption = Annotated[
     Literal["wait", "fail"], typer.Option("--on-quota", help="What the batch does while your token quota is full.")
 ]
+QuotedOption = Annotated[
+    str | None, typer.Option("--quote", metavar="ID", help="Run at the prices of this quote (quote_...).")
+]
+MaxCostOption = Annotated[
+    str | None,
+    typer.Option("--max-cost", metavar="DOLLARS", help="The most that it may cost; the rest ends as error lines."),
+]
 DEFAULT_WINDOW = "24h"
 
 
@@ -55,6 +62,8 @@ def run(
     window: WindowOption = DEFAULT_WINDOW,
     priority: PriorityOption = 0,
     on_quota: QuotaOption = "wait",
+    max_cost: MaxCostOption = None,
+    quote: QuotedOption = None,
     allow_errors: AllowErrorsOption = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
@@ -77,7 +86,14 @@ def run(
     with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
         batch: dict[str, Any] | None = None
         try:
-            wishes = extensions(window=window, priority=priority, on_quota=on_quota, skip_invalid=skip_invalid)
+            wishes = extensions(
+                window=window,
+                priority=priority,
+                on_quota=on_quota,
+                max_cost=max_cost,
+                skip_invalid=skip_invalid,
+                quote=quote,
+            )
             batch = start(session, console, source, name=name, model=model, wishes=wishes, results=path)
             before, started = batch, time.monotonic()
             batch = follow(session.client, batch, console, check=partial(served.check, session))
@@ -117,7 +133,12 @@ def start(
     sha256 = attach.sha256_of(source)
     if results is not None:
         wish = attach.Wish(
-            sha256=sha256, name=name, model=model, on_invalid=wishes["on_invalid"], has_results=results.exists()
+            sha256=sha256,
+            name=name,
+            model=model,
+            on_invalid=wishes["on_invalid"],
+            has_results=results.exists(),
+            quote_id=wishes.get("quote_id"),
         )
         if found := attach.find(session.client, wish):
             console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
@@ -130,10 +151,20 @@ def start(
         raise
 
 
-def extensions(*, window: str, priority: int, on_quota: str, skip_invalid: bool) -> dict[str, Any]:
+def extensions(
+    *,
+    window: str,
+    priority: int,
+    on_quota: str,
+    skip_invalid: bool,
+    max_cost: str | None = None,
+    quote: str | None = None,
+) -> dict[str, Any]:
     """The window, and those of our extensions that aren't as usual: another server need not know them."""
     unusual: dict[str, Any] = {"priority": priority} if priority else {}
     unusual |= {"on_quota": on_quota} if on_quota != "wait" else {}
+    unusual |= {} if max_cost is None else {"max_cost": max_cost}
+    unusual |= {"quote_id": quote} if quote else {}
     return {"completion_window": window, "on_invalid": "skip" if skip_invalid else "fail", **unusual}
 
 
@@ -147,7 +178,7 @@ def _create(
     model: str | None,
     wishes: dict[str, Any],
 ) -> dict[str, Any]:
-    uploaded = session.client.upload(source, _upload_progress(console, source.stat().st_size))
+    uploaded = session.client.upload(source, upload_progress(console, source.stat().st_size))
     metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
     body: dict[str, Any] = {
         "input_file_id": uploaded["id"],
@@ -212,7 +243,8 @@ def model_to_serve(target: Target, source: Path) -> str | None:
     return registered_path(target.directory, named)
 
 
-def _upload_progress(console: Console, total: int) -> Any:
+def upload_progress(console: Console, total: int) -> Any:
+    """What an upload of so many bytes tells its progress to: it says how far it is, if it is long."""
     told = 0
 
     def sent(position: int) -> None:

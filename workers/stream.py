@@ -20,7 +20,7 @@ from batchsvc.store.s3 import BusyError, ObjectStore
 from workers.merge import Rows
 
 PART_BYTES = 8 * 1024 * 1024
-_THREADS = 2  # while one waits for the store, the other sends
+_THREADS = 4  # while some wait for the store, others send
 _MOST_SENDING = 8
 _GROWS_EVERY = 1_000  # parts; S3 takes 10,000
 _CONTENT_TYPE = "application/jsonl"

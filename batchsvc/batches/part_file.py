@@ -196,6 +196,7 @@ def _row(
     row = orjson.dumps(
         {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response, "error": error, "line": line_no}
     )
-    for raw, escaped in _ESCAPES:
-        row = row.replace(raw, escaped)
+    if not row.isascii():
+        for raw, escaped in _ESCAPES:
+            row = row.replace(raw, escaped)
     return row

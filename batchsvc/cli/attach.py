@@ -36,6 +36,7 @@ class Wish:
     model: str | None
     on_invalid: str
     has_results: bool  # whether the file that it would write is there already
+    quote_id: str | None = None  # at whose prices, if it matters
 
 
 def find(listing: Listing, wish: Wish) -> dict[str, Any] | None:
@@ -64,6 +65,7 @@ def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
         metadata.get(SHA_KEY) == wish.sha256
         and metadata.get(MODEL_KEY) == wish.model
         and (batch.get("on_invalid") or "fail") == wish.on_invalid
+        and wish.quote_id in (None, batch.get("quote_id"))
     )
 
 

@@ -21,10 +21,16 @@ from tests.contract.conftest import Api
 from tests.contract.test_http import _flat, envelope, upload
 from tests.dispatchers import NullDispatcher
 
-OWNED = {"file_id", "batch_id"}  # parameters of a path that name what one project owns
+OWNED = {"file_id", "batch_id", "quote_id"}  # parameters of a path that name what one project owns
 SHARED = {"name"}  # names of models: the same for all projects
 ADMIN_ONLY = {"key_id", "project", "batch_id"}  # what the deployment's admin key alone may name, under /v1/admin
-REFERENCES = {("/v1/files", "after"), ("/v1/batches", "after"), ("/v1/batches", "input_file_id")}  # in query or body
+REFERENCES = {  # in query or body
+    ("/v1/files", "after"),
+    ("/v1/batches", "after"),
+    ("/v1/batches", "input_file_id"),
+    ("/v1/batches", "quote_id"),
+    ("/v1/batches/quote", "input_file_id"),
+}
 OPEN = {"/livez", "/readyz", "/metrics"}
 TRICKS = (
     {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-Host": "localhost", "X-Real-IP": "127.0.0.1"},
@@ -76,13 +82,15 @@ def theirs(api: Api) -> dict[str, str]:
     """Ids of what the project of the fixture owns; the tests come with another project's key."""
     file = upload(api).json()["id"]
     body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    return {"file_id": file, "batch_id": api.call("POST", "/v1/batches", json=body).json()["id"]}
+    quote = api.call("POST", "/v1/batches/quote", json={"input_file_id": file}).json()["id"]
+    return {"file_id": file, "quote_id": quote, "batch_id": api.call("POST", "/v1/batches", json=body).json()["id"]}
 
 
 def look(api: Api, theirs: dict[str, str]) -> list[dict[str, Any]]:
     """What the owner sees, to be compared before and after."""
-    paths = (f"/v1/files/{theirs['file_id']}", f"/v1/batches/{theirs['batch_id']}", "/v1/files", "/v1/batches")
-    return [api.call("GET", path).json() for path in paths]
+    ones = [f"{kind}/{theirs[name]}" for kind, name in (("files", "file_id"), ("batches", "batch_id"))]
+    paths = [*ones, f"batches/quote/{theirs['quote_id']}", "files", "batches"]
+    return [api.call("GET", f"/v1/{path}").json() for path in paths]
 
 
 def test_every_parameter_is_known(api: Api) -> None:
@@ -97,7 +105,7 @@ def test_every_parameter_is_known(api: Api) -> None:
 def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -> None:
     _, key = api.new_project()
     before = look(api, theirs)
-    never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24}
+    never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24, "quote_id": "quote_" + "0" * 24}
     walked = 0
     for route in routes(api):
         if not route.parameters & OWNED or route.template.startswith("/v1/admin/"):
@@ -116,8 +124,12 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
         assert api.call("GET", listing, key).json()["data"] == []
         for id_ in theirs.values():
             assert envelope(api.call("GET", f"{listing}?after={id_}", key), 400)["param"] == "after"
+    quote = {"input_file_id": theirs["file_id"]}
+    assert envelope(api.call("POST", "/v1/batches/quote", key, json=quote), 400)["param"] == "input_file_id"
     body = {"input_file_id": theirs["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     assert envelope(api.call("POST", "/v1/batches", key, json=body), 400)["param"] == "input_file_id"
+    body |= {"input_file_id": upload(api, key=key).json()["id"], "quote_id": theirs["quote_id"]}
+    assert envelope(api.call("POST", "/v1/batches", key, json=body), 404)["param"] == "quote_id"
     assert look(api, theirs) == before
 
 

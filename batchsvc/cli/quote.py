@@ -1,0 +1,161 @@
+"""`batchsvc quote`: what a file would cost, before anything runs: exact for its input, low to high for its output."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batchsvc.cli import outcome
+from batchsvc.cli.client import Client
+from batchsvc.cli.console import Console
+from batchsvc.cli.exits import ApiError, CommandError, Exit
+from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.run import (
+    DEFAULT_WINDOW,
+    ENDPOINT,
+    ModelOption,
+    SkipOption,
+    WindowOption,
+    chosen_input,
+    model_to_serve,
+    upload_progress,
+)
+from batchsvc.cli.target import absolute_model, names_itself, opened, select
+from batchsvc.money import format_dollars
+from batchsvc.stack.options import CANCELLING
+
+_POLL_S = 0.5
+_SHOWN_PROBLEMS = 20
+_BOUNDS = ("low", "expected", "high")
+
+
+def quote(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
+    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    model: ModelOption = None,
+    skip_invalid: SkipOption = False,
+    window: WindowOption = DEFAULT_WINDOW,
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", min=1, max=100_000, metavar="N", help="Estimate from N random lines: no quote."),
+    ] = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a file would cost, and hold its prices: validated, tokenized and planned, but not run.
+
+    `batchsvc run FILE --quote ID` runs it at these prices; its input never costs more than quoted.
+    """
+    console = Console(as_json=as_json)
+    source = chosen_input(file, input_file)
+    model = absolute_model(model) if model else None
+    target = select(data_dir, url, api_key, os.environ)
+    named = model or model_to_serve(target, source)
+    is_ours = named is None or names_itself(named)
+    with opened(target, console, roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
+        wishes: dict[str, Any] = {
+            "endpoint": ENDPOINT,
+            "completion_window": window,
+            "on_invalid": "skip" if skip_invalid else "fail",
+        }
+        wishes |= {name: value for name, value in (("model", model), ("sample", sample)) if value}
+        try:
+            found = _asked(session.client, console, source, wishes)
+        except ApiError as error:
+            if error.status in (400, 413, 415, 422):
+                raise CommandError(error.message, Exit.REFUSED) from error
+            raise
+    console.result(found)
+    if found["status"] == "failed":
+        outcome.tell_problems(found, console, all_by=f"batchsvc quote {source} --json")
+        raise typer.Exit(Exit.REFUSED)
+    _show(found, console, source, target.flags())
+
+
+def _asked(client: Client, console: Console, source: Path, wishes: dict[str, Any]) -> dict[str, Any]:
+    """Upload, ask, and wait until it is planned."""
+    uploaded = client.upload(source, upload_progress(console, source.stat().st_size))
+    found = client.post("/batches/quote", {"input_file_id": uploaded["id"], **wishes})
+    if found["status"] == "queued":
+        console.say(f"{found['id']} is being planned.")
+    while found["status"] == "queued":
+        time.sleep(_POLL_S)
+        found = client.get(f"/batches/quote/{found['id']}")
+    return found
+
+
+def _show(found: dict[str, Any], console: Console, source: Path, flags: str) -> None:
+    is_quote = found["object"] == "quote"
+    counts, usage, cost = found["request_counts"], found["usage"], found["cost"]
+    rejected = f", {counts['rejected']:,} of them rejected" if counts.get("rejected") else ""
+    fields = {
+        "Quote" if is_quote else "Estimate": found["id"],
+        "Lines": f"{counts['total']:,}{rejected}",
+        "Model": f"{found['model']}, tier {found['tier']}, price book {found['price_version']}",
+        "Input": _tokens(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]),
+    }
+    if is_quote:
+        fields["Valid"] = f"until {outcome.local_time(found['expires_at'])}"
+    else:
+        fields["Sample"] = f"{found['sample']['lines']:,} of {found['sample']['of']:,} lines: no quote, it may be wrong"
+    console.fields(fields)
+    console.out("")
+    inputs = cost["input_nanos"] if not is_quote else dict.fromkeys(_BOUNDS, cost["input_nanos"])
+    rows = [("input", inputs), ("output", cost["output_nanos"]), ("total", cost["total_nanos"])]
+    console.table(
+        [{"cost": name} | {bound: format_dollars(nanos[bound]) for bound in _BOUNDS} for name, nanos in rows],
+        ("cost", *_BOUNDS),
+    )
+    console.out("")
+    console.out(_basis(found))
+    for says in _problems(found):
+        console.out(says)
+    if is_quote:
+        for says in _advice(found.get("advice")):
+            console.out(says)
+        console.out(f"Run it at these prices: `batchsvc run {source} --quote {found['id']}{flags}`.")
+
+
+def _tokens(total: Any, cached: Any) -> str:
+    if isinstance(total, dict):
+        bounds = f"{total['low']:,} to {total['high']:,} tokens"
+        return f"{bounds}, of them {cached['low']:,} to {cached['high']:,} cached"
+    share = f"{100 * cached / total:.1f} %" if total else "0 %"
+    return f"{total:,} tokens, of them {cached:,} cached ({share})"
+
+
+def _basis(found: dict[str, Any]) -> str:
+    if found["output_basis"] == "finished_lines":
+        by = f"what {found['finished_lines']:,} finished lines of this project and model showed"
+    else:
+        by = "the lines' max_tokens, as too few lines of this project and model have finished"
+    most = found["cost"].get("most_nanos")
+    limit = "" if most is None else f" If every answer were as long as it may be, it would be {format_dollars(most)}."
+    return f"The output is told by {by}.{limit}"
+
+
+def _problems(found: dict[str, Any]) -> list[str]:
+    problems = found["problems"]
+    says = [f"  line {one['line']}: {one['message']} ({one['code']})" for one in problems["data"][:_SHOWN_PROBLEMS]]
+    more = problems["total"] - len(says)
+    head = [f"{problems['total']:,} lines would get an error line, which costs nothing:"] if says else []
+    return [*head, *says, *([f"  ... and {more:,} more: --json lists them."] if more > 0 else [])]
+
+
+def _advice(advice: dict[str, Any] | None) -> list[str]:
+    if not advice:
+        return []
+    says = [
+        f"Advice: in {advice['moved_lines']:,} of {advice['lines']:,} lines, text that many prompts share stands after "
+        f"text of their own. With the shared text first, {advice['more_cached_tokens']:,} more tokens would be cached, "
+        f"which saves {format_dollars(advice['saved_nanos'])}:"
+    ]
+    for one in advice["misplaced"]:
+        says.append(f"  line {one['line']}, message {one['message'] + 1}, in {one['lines']:,} lines: {one['text']!r}")
+    return says

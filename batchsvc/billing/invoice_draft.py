@@ -122,21 +122,23 @@ def month_lines(
     """The rows of a month: its usage by price, then what it takes back from earlier months, by invoice."""
     groups: dict[tuple[str | None, str, str, str, int], line_items.Usage] = {}
 
-    def add(row: queries.UsageSum, reverses: str | None) -> None:
+    def add(row: queries.UsageSum, reverses: str | None, sign: int = 1) -> None:
         key = (reverses, row.project_id, row.model, row.tier, row.price_version)
         usage = line_items.Usage(
-            requests=row.requests,
-            input_tokens=row.input_tokens,
-            cached_tokens=row.cached_tokens,
-            output_tokens=row.output_tokens,
-            cost_nanos=row.cost_nanos,
+            requests=sign * row.requests,
+            input_tokens=sign * row.input_tokens,
+            cached_tokens=sign * row.cached_tokens,
+            output_tokens=sign * row.output_tokens,
+            cost_nanos=sign * row.cost_nanos,
         )
         groups[key] = groups.get(key, line_items.Usage()) + usage
 
     for row in queries.usage_sums(session, projects, month):
         add(row, None)
     for taken_back in queries.reversals(session, projects, month):
-        add(taken_back.usage, earlier_bill(billed, taken_back.usage.project_id, taken_back.original_ms, month))
+        row = taken_back.usage
+        add(row, None, -1)  # out of the month's own rows, into those of the invoice it corrects
+        add(row, earlier_bill(billed, row.project_id, taken_back.original_ms, month))
     lines = [
         Line(
             project_id=project_id,

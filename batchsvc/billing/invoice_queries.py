@@ -73,7 +73,7 @@ class UsageDetail(NamedTuple):
 
 
 def usage_sums(session: Session, projects: Sequence[str], month: Month) -> list[UsageSum]:
-    """The month's usage by price, without what it takes back from earlier months."""
+    """The month's usage by price; what it takes back, be it from earlier months, is taken off."""
     keys = (UsageRow.project_id, UsageRow.model, UsageRow.tier, UsageRow.price_version)
     counts = (
         UsageRow.requests,
@@ -84,8 +84,7 @@ def usage_sums(session: Session, projects: Sequence[str], month: Month) -> list[
     )
     rows = session.execute(
         select(*keys, *(func.sum(count) for count in counts))
-        .outerjoin(_Original, _is_reversal_before(month))
-        .where(_in_month(projects, month), _Original.part_id.is_(None))
+        .where(_in_month(projects, month))
         .group_by(*keys)
         .order_by(*keys)
     )

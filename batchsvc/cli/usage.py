@@ -10,6 +10,7 @@ import typer
 
 from batchsvc.billing import focus
 from batchsvc.billing.usage import WIDTHS, Kind
+from batchsvc.clock import now_ms
 from batchsvc.cli.admin import Admin, opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
@@ -162,7 +163,7 @@ def _merged(pages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _days(month: str | None, first: str | None, last: str | None) -> tuple[date, date]:
     """The first day and the one after the last. Raises CommandError for days that can't be meant."""
-    today = datetime.now(UTC).date()
+    today = datetime.fromtimestamp(now_ms() // 1000, UTC).date()
     if month is not None and (first is not None or last is not None):
         raise CommandError("Name either --month or --from with --to, not both.", Exit.USAGE)
     if last is not None and first is None:

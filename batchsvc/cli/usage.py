@@ -10,7 +10,6 @@ import typer
 
 from batchsvc.billing import focus
 from batchsvc.billing.usage import WIDTHS, Kind
-from batchsvc.clock import now_ms
 from batchsvc.cli.admin import Admin, opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
@@ -25,6 +24,7 @@ from batchsvc.cli.report import (
     write_csv,
     write_parquet,
 )
+from batchsvc.clock import now_ms
 
 _USAGE = {
     "requests": "num_model_requests",

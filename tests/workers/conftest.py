@@ -85,6 +85,9 @@ class World:
         priority_s: float = 0,
         project: str = "tests",
         est_tokens: int = 0,
+        reserved_nanos: int = 10**9,
+        max_cost_nanos: int | None = None,
+        on_quota: str = "wait",
     ) -> str:
         """A batch in progress: `num_lines` lines a window, cut into units of `est_tokens`, `fold` lines a row."""
         batch_id, now = ids.batch_id(), now_ms()
@@ -108,7 +111,9 @@ class World:
                 model_digest=digest,
                 price_version=1,
                 rates={"tier": RATES, "standard": {name: 2 * rate for name, rate in RATES.items()}},
-                reserved_nanos=10**9,
+                reserved_nanos=reserved_nanos,
+                max_cost_nanos=max_cost_nanos,
+                on_quota=on_quota,
                 total=num_lines * windows,
             )
             session.add(batch)

@@ -4,8 +4,9 @@ Lines are drawn at random in one pass (a reservoir). The number of input tokens 
 How many of them are cached doesn't: sharing grows with the number of lines, so a sample shows too little of it. But
 each further line adds, on average, no more new tokens than the one before. What a line would add after all others of
 the sample is measured (its prompt, less what it shares with any of them), and so is what it would add after half of
-them. Every further line adds at most that (high), and what it adds may go on falling at that pace (low). To both come
-two standard errors. A sample is not a quote: the true numbers may lie outside.
+them. Every further line adds at most that (high), and what it adds may go on falling by the same share for every half
+of a sample, as it does when a file says the same few things over and over (low). To both come two standard errors.
+A sample is not a quote: the true numbers may lie outside.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ class Reservoir:
         """The drawn records, in order, after all were read."""
         kept: list[tuple[int, Record]] = []
         for record in records:
-            place = self.num_lines if self.num_lines < self._size else self._random.randint(0, self.num_lines)
-            if place == len(kept):
+            if len(kept) < self._size:
                 kept.append((self.num_lines, record))
-            elif place < self._size:
+            elif (place := self._random.randint(0, self.num_lines)) < self._size:
                 kept[place] = (self.num_lines, record)
             self.num_lines += 1
         kept.sort(key=lambda pair: pair[0])
@@ -78,7 +78,7 @@ def estimate(
     lines = round(num_lines * count / drawn)
     more = lines - count
     prompts = np.array([request.prompt_tokens for request in requests], np.float64)
-    input_tokens = _spread(float(prompts.mean()) * lines, lines * _standard_error(prompts) if more else 0.0)
+    input_tokens = _spread(float(prompts.sum()) * lines / count, lines * _standard_error(prompts) if more else 0.0)
     news = np.array([new for window in windows for new in _new_tokens(window)], np.float64)
     before = np.array(
         [new for window in windows for half in (window[::2], window[1::2]) for new in _new_tokens(half)], np.float64
@@ -93,14 +93,14 @@ def estimate(
 
 
 def _falling(count: int, lines: int, pace: float) -> float:
-    """How many lines' worth of new tokens the lines from `count` to `lines` add, if it falls by `pace` per doubling."""
-    worth, reached, share = 0.0, count, pace
-    while reached < lines:
-        step = min(reached, lines - reached)
-        worth += step * share
-        reached += step
-        share *= pace
-    return worth
+    """How many lines' worth of new tokens the lines from `count` to `lines` add, if it falls by `pace` for every
+    `count / 2` lines."""
+    halves = 2 * (lines - count) / count
+    if pace >= 1 or halves == 0:
+        return float(lines - count)
+    if pace <= 0:
+        return 0.0
+    return count / 2 * (1 - pace**halves) / -math.log(pace)
 
 
 def _new_tokens(window: Sequence[PlannedRequest]) -> list[int]:

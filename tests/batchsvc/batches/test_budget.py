@@ -30,8 +30,8 @@ DIGEST = "d" * 64
 class Treasury:
     """A project with limits, batches whose planning ends here, and workers that spend on them."""
 
-    def __init__(self, url: str) -> None:
-        self.db = Database(url)
+    def __init__(self, db: Database) -> None:
+        self.db = db
         with self.db.transaction() as session:
             self.project_id = accounts.create_project(session, "p").id
         self._numbers = itertools.count(1)
@@ -158,7 +158,7 @@ class Treasury:
 
 @pytest.fixture
 def treasury(migrated_url: str) -> Iterator[Treasury]:
-    made = Treasury(migrated_url)
+    made = Treasury(Database(migrated_url))
     yield made
     made.db.dispose()
 

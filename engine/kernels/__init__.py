@@ -7,7 +7,7 @@ Each tier implements the verbs for one device: `torch_tier` in plain torch (the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -72,6 +72,20 @@ class Kernels(Protocol):
 
     def logits(self, product: Product) -> Tensor:
         """The head's product as float32 [R, vocab]."""
+
+    def run_layers(
+        self,
+        layers: Sequence[Any],
+        cache_of: Callable[[int], tuple[Tensor, Tensor]],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        plan: Any,
+        eps: float,
+    ) -> bool:
+        """The verbs of all `layers` (model/layers.py) on `x`, in one call; same results. `cache_of` gives a layer's
+        caches. False, and nothing has happened, where this tier takes verb by verb."""
 
 
 Say = Callable[[str], None]

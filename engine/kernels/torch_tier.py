@@ -75,3 +75,6 @@ class TorchKernels:
 
     def logits(self, product: Product) -> Tensor:
         return product.dequantized()
+
+    def run_layers(self, *_: object) -> bool:
+        return False

@@ -29,6 +29,8 @@ class Decoder:
         op, eps = self._kernels, self.config.norm_eps
         x = self._weights.embedding.index_select(0, inputs.token_ids).float()
         cos, sin = angles(inputs.positions, self._freqs)
+        if op.run_layers(self._weights.layers, pool.layer, x, cos, sin, inputs.slots, inputs.attention, eps):
+            return x
         for index, layer in enumerate(self._weights.layers):
             k_cache, v_cache = pool.layer(index)
             qkv = op.linear(op.norm(x, layer.attention_norm, eps), layer.qkv)

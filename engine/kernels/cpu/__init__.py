@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.cache.layout import Layout, PairLayout, ScaledLayout
 from engine.kernels import int8, reference
 from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.cpu.layers import DecoderLayer, LayerStack, can_stack
 from engine.kernels.spans import SequenceSpan, shared_spans
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
@@ -62,6 +64,7 @@ class CpuKernels:
         self._reproducible = reproducible
         self._lib = library()
         self._has_tiles = bool(self._lib.has_tiles())
+        self._stack: LayerStack | None = None
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         rows, columns = weight.shape
@@ -176,6 +179,26 @@ class CpuKernels:
 
     def logits(self, product: Product) -> Tensor:
         return product.dequantized()
+
+    def run_layers(
+        self,
+        layers: Sequence[DecoderLayer],
+        cache_of: Callable[[int], tuple[Tensor, Tensor]],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        plan: CpuAttentionPlan,
+        eps: float,
+    ) -> bool:
+        stack = self._stack
+        if stack is None or stack.layers is not layers or stack.caches[0][0].data_ptr() != cache_of(0)[0].data_ptr():
+            if not can_stack(layers):
+                return False
+            caches = [cache_of(index) for index in range(len(layers))]
+            stack = self._stack = LayerStack(self._lib, self._model, layers, caches, eps)
+        stack.run(x, cos, sin, slots, (plan.lengths, plan.tables, plan.spans, plan.level_ends, plan.state))
+        return True
 
     def _norm_rows(self, x: Tensor, weight: ctypes.c_void_p | None, eps: float) -> Rows:
         assert x.dtype == torch.float32, "rows are float32"

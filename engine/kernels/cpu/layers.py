@@ -1,0 +1,129 @@
+"""All layers of a step in one call of `layers.cpp`: what it needs of model, weights and caches, as pointers."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.values import Matrix
+from engine.model.config import ModelConfig
+
+
+class DecoderLayer(Protocol):
+    """The weights of a layer, as in model/layers.py."""
+
+    @property
+    def attention_norm(self) -> Tensor: ...
+    @property
+    def qkv(self) -> Matrix: ...
+    @property
+    def out(self) -> Matrix: ...
+    @property
+    def mlp_norm(self) -> Tensor: ...
+    @property
+    def gate_up(self) -> Matrix: ...
+    @property
+    def down(self) -> Matrix: ...
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            *("attention_norm", "qkv", "qkv_scale", "out", "out_scale", "mlp_norm"),
+            *("gate_up", "gate_up_scale", "down", "down_scale", "k_cache", "v_cache"),
+        )
+    )
+
+
+class _Shapes(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("num_layers", "hidden", "mlp", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int) for name in ("is_int8", "is_kv_int8")),
+        ("block_bytes", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("q_scale", ctypes.c_float),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("rows", "levels")),
+        *((name, ctypes.c_void_p) for name in ("x", "cosine", "sine", "slots", "lengths", "tables", "spans")),
+        *((name, ctypes.c_void_p) for name in ("level_ends", "state")),
+    )
+
+
+class LayerStack:
+    """The layers of one decoder over one KV pool, and working memory that stays from step to step."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        eps: float,
+    ) -> None:
+        self.layers = layers
+        self.caches = caches
+        self._library = library
+        self._pointers = (_Layer * len(layers))(
+            *(_pointers(layer, k, v) for layer, (k, v) in zip(layers, caches, strict=True))
+        )
+        keys = caches[0][0]
+        self._shapes = _Shapes(
+            num_layers=len(layers),
+            hidden=model.hidden,
+            mlp=model.mlp,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            dim=model.head_dim,
+            is_int8=layers[0].qkv.scale is not None,
+            is_kv_int8=keys.dtype == torch.int8,
+            block_bytes=keys.stride(0) * keys.itemsize,
+            eps=eps,
+            q_scale=model.head_dim**-0.5 * math.log2(math.e),
+        )
+        self._work = torch.empty(0, dtype=torch.uint8)
+        library.layers_work.restype = ctypes.c_int64
+
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        attention: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    ) -> None:
+        """x [T, hidden] float32 through all layers. `attention`: lengths, tables, spans, level ends and state."""
+        assert x.is_contiguous(), "the residual stream is contiguous"
+        assert cos.is_contiguous(), "cosines are contiguous"
+        assert sin.is_contiguous(), "sines are contiguous"
+        needed = self._library.layers_work(ctypes.byref(self._shapes), len(x))
+        if len(self._work) < needed:
+            self._work = torch.empty(needed, dtype=torch.uint8)
+        pointers = (tensor.data_ptr() for tensor in (x, cos, sin, slots, *attention))
+        step = _Step(len(x), len(attention[3]), *pointers)
+        self._library.run_layers(
+            ctypes.byref(self._shapes), self._pointers, ctypes.byref(step), ctypes.c_void_p(self._work.data_ptr())
+        )
+
+
+def can_stack(layers: Sequence[DecoderLayer]) -> bool:
+    """Whether all matrices are in the form that the CPU's own matmul reads."""
+    return all(m.is_tiled for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))
+
+
+def _pointers(layer: DecoderLayer, k_cache: Tensor, v_cache: Tensor) -> _Layer:
+    matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    qkv, out, gate_up, down = (
+        (m.packed.data_ptr(), m.scale.data_ptr() if m.scale is not None else None) for m in matrices
+    )
+    attention_norm, mlp_norm = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
+    return _Layer(attention_norm, *qkv, *out, mlp_norm, *gate_up, *down, k_cache.data_ptr(), v_cache.data_ptr())

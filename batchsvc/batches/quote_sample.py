@@ -25,6 +25,7 @@ from batchsvc.files.lines import Record
 from engine.sched.order import GRANULE_TOKENS, common_prefix_tokens
 
 _ERRORS = 2.0  # standard errors on either side
+_Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +81,22 @@ def estimate(
     prompts = np.array([request.prompt_tokens for request in requests], np.float64)
     input_tokens = _spread(float(prompts.sum()) * lines / count, lines * _standard_error(prompts) if more else 0.0)
     news = np.array([new for window in windows for new in _new_tokens(window)], np.float64)
-    before = np.array(
-        [new for window in windows for half in (window[::2], window[1::2]) for new in _new_tokens(half)], np.float64
-    )
-    pace = min(1.0, float(news.mean()) / float(before.mean())) if before.mean() else 1.0
+    before = np.array([new for window in windows for new in _after_half(window)], np.float64)
     error = _ERRORS * more * _standard_error(news)
     high = min(uncached_tokens + more * float(news.mean()) + error, input_tokens.high)
-    falling = uncached_tokens + float(news.mean()) * _falling(count, lines, pace)
+    falling = uncached_tokens + float(news.mean()) * _falling(count, lines, _pace(news, before))
     low = min(max(float(uncached_tokens), falling - error), high)
     uncached = Interval(low=math.floor(low), expected=round((low + high) / 2), high=math.ceil(high))
     return Estimate(lines=lines, input_tokens=input_tokens, uncached_tokens=uncached)
+
+
+def _pace(news: _Floats, before: _Floats) -> float:
+    """The ratio of what is new after all to what is new after half, less two standard errors; within 0 and 1."""
+    if not before.any():
+        return 1.0
+    ratio = float(news.sum() / before.sum())
+    error = _standard_error(news - ratio * before) / float(before.mean())
+    return min(1.0, max(0.0, ratio - _ERRORS * error))
 
 
 def _falling(count: int, lines: int, pace: float) -> float:
@@ -100,7 +107,7 @@ def _falling(count: int, lines: int, pace: float) -> float:
         return float(lines - count)
     if pace <= 0:
         return 0.0
-    return count / 2 * (1 - pace**halves) / -math.log(pace)
+    return float(count / 2 * (1 - pace**halves) / -math.log(pace))
 
 
 def _new_tokens(window: Sequence[PlannedRequest]) -> list[int]:
@@ -112,17 +119,24 @@ def _new_tokens(window: Sequence[PlannedRequest]) -> list[int]:
         if request.fold_key is not None:
             key = (request.prompt, request.fold_key)
             folds[key] = folds.get(key, 0) + 1
-    found = []
+    found = [0] * len(window)
     for place, index in enumerate(order):
         request = window[index]
         most = max(shared[max(0, place - 1) : place + 1], default=0)
         cached = min(most, request.prompt_tokens - 1)
         is_repeat = request.fold_key is not None and folds[request.prompt, request.fold_key] > 1
-        found.append(0 if is_repeat else request.prompt_tokens - cached + cached % GRANULE_TOKENS)
+        found[index] = 0 if is_repeat else request.prompt_tokens - cached + cached % GRANULE_TOKENS
     return found
 
 
-def _standard_error(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+def _after_half(window: Sequence[PlannedRequest]) -> list[int]:
+    """The same after half of them: every second one."""
+    found = [0] * len(window)
+    found[::2], found[1::2] = _new_tokens(window[::2]), _new_tokens(window[1::2])
+    return found
+
+
+def _standard_error(values: _Floats) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

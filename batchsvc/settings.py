@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     seller_address: str = Field(
         default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
     )
-    seller_country: str = Field(default="", max_length=2, description="country of the seller (ISO 3166), such as DE")
+    seller_country: str = Field(default="", pattern=r"^([A-Z]{2})?$", description="country of the seller (ISO 3166), such as DE")
     seller_tax_id: str = Field(default="", max_length=64, description="tax id of the seller")
     seller_tax_rate: str = Field(
         default="0", description="tax on invoices in percent, such as 19, where a buyer has no rate of its own"

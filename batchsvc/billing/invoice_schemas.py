@@ -12,16 +12,20 @@ from batchsvc.billing.invoice import format_units
 from batchsvc.billing.invoice_tables import BillingParty, Invoice, InvoiceLine
 from batchsvc.billing.statement import Statement
 
+_ONE_LINE = r"^[^\x00-\x1f]*$"
+_LINES = r"^[^\x00-\x09\x0b-\x1f]*$"
+_COUNTRY = r"^([A-Z]{2})?$"
+
 
 class ChangeParty(BaseModel):
     """To whom a project is billed; what isn't named stays. `tax_rate` is in percent, null means the seller's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(default="", max_length=255)
-    address: str = Field(default="", max_length=1000)
-    country: str = Field(default="", max_length=2)
-    tax_id: str = Field(default="", max_length=64)
+    name: str = Field(default="", max_length=255, pattern=_ONE_LINE)
+    address: str = Field(default="", max_length=1000, pattern=_LINES)
+    country: str = Field(default="", pattern=_COUNTRY)
+    tax_id: str = Field(default="", max_length=64, pattern=_ONE_LINE)
     currency: str = Field(default="USD", max_length=3)
     tax_rate: str | None = None
     is_reverse_charge: bool = False
@@ -43,9 +47,9 @@ class Change(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reason: str | None = Field(default=None, min_length=1, max_length=255)
+    reason: str | None = Field(default=None, min_length=1, max_length=255, pattern=_ONE_LINE)
     amount: str | None = None
-    key: str | None = Field(default=None, min_length=1, max_length=160)
+    key: str | None = Field(default=None, min_length=1, max_length=160, pattern=_ONE_LINE)
 
 
 def party_object(project: Project, row: BillingParty) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def pay(session: Session, name: str, reason: str | None = None) -> Invoice:
     found = locked(session, name)
     if found.status == InvoiceStatus.PAID:
         return found
+    if found.kind == "credit_note":
+        raise InvalidRequestError(f"{found.number} is a credit note: nothing is to be paid on it.")
     _move(session, found, InvoiceStatus.PAID, reason)
     postings.post_payment(session, found, owed_nanos(session, found))
     return found
@@ -198,6 +200,10 @@ def list_invoices(
     project_id = None if project is None else accounts.existing_project(session, project).id
     if month is not None:
         Month.parse(month)
+    if status is not None and status not in list(InvoiceStatus):
+        raise InvalidRequestError(
+            f"status can't be {status!r}: it is one of {', '.join(InvoiceStatus)}.", param="status"
+        )
     return queries.invoices(session, project_id=project_id, month=month, status=status)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Boolean, ForeignKey, Index, Integer, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from batchsvc.db.base import Base, BigInt, Id, Json, Millis
+from batchsvc.db.base import Base, BigInt, Digits, Id, Json, Millis
 
 
 class BillingParty(Base):
@@ -37,7 +37,7 @@ class InvoiceSeries(Base):
 
 class Invoice(Base):
     """A draft, an invoice or a credit note (its amounts are negative). Amounts in `_nanos` are dollars; `net`, `tax`
-    and `rounding` are nano-units of `currency`."""
+    and `rounding` are nano-units of `currency`, of which a large bill has too many for 64 bits."""
 
     __tablename__ = "invoices"
     __table_args__ = (
@@ -69,9 +69,9 @@ class Invoice(Base):
     tax_nanos: Mapped[int] = mapped_column(BigInt)
     rounding_nanos: Mapped[int] = mapped_column(BigInt)
     payable_nanos: Mapped[int] = mapped_column(BigInt)
-    net: Mapped[int] = mapped_column(BigInt)
-    tax: Mapped[int] = mapped_column(BigInt)
-    rounding: Mapped[int] = mapped_column(BigInt)
+    net: Mapped[int] = mapped_column(Digits)
+    tax: Mapped[int] = mapped_column(Digits)
+    rounding: Mapped[int] = mapped_column(Digits)
     payable_minor: Mapped[int] = mapped_column(BigInt)
     corrects: Mapped[str | None] = mapped_column(String(40), index=True)  # the number that a credit note corrects
     reason: Mapped[str | None] = mapped_column(String(255))

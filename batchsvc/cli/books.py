@@ -6,16 +6,22 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
+from pydantic import BaseModel, ValidationError
+
 from batchsvc.cli.admin import opened_way
+from batchsvc.cli.exits import CommandError
 
 if TYPE_CHECKING:
     from batchsvc.billing.invoice_api import Action
     from batchsvc.cli.client import Client
     from batchsvc.db.session import Database
     from batchsvc.settings import Settings
+
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Books(Protocol):
@@ -80,21 +86,21 @@ class DatabaseBooks:
         if not changes:
             with self._database.reading() as session:
                 return invoice_api.party(session, project)
-        body = ChangeParty(**changes)
+        body = _checked(ChangeParty, changes)
         return self._database.run(lambda session: invoice_api.change_party(session, project, body))
 
     def draft(self, body: dict[str, Any]) -> dict[str, Any]:
         from batchsvc.billing import invoice_api
         from batchsvc.billing.invoice_schemas import DraftInvoice
 
-        settings, wanted = self._settings(), DraftInvoice(**body)
+        settings, wanted = self._settings(), _checked(DraftInvoice, body)
         return self._database.run(lambda session: invoice_api.draft(session, settings, wanted))
 
     def act(self, name: str, action: Action, body: dict[str, Any]) -> dict[str, Any]:
         from batchsvc.billing import invoice_api
         from batchsvc.billing.invoice_schemas import Change
 
-        settings, change = self._settings(), Change(**body)
+        settings, change = self._settings(), _checked(Change, body)
         return self._database.run(lambda session: invoice_api.act(session, settings, name, action, change))
 
     def show(self, name: str) -> dict[str, Any]:
@@ -129,3 +135,12 @@ class DatabaseBooks:
 
         here = {"DATABASE_URL": self._database.url, "REDIS_URL": os.environ.get("REDIS_URL") or "unix://unused"}
         return Settings.from_env({**os.environ, **here})
+
+
+def _checked(model: type[M], body: dict[str, Any]) -> M:
+    """The body as the API would take it; the first thing that it would refuse, as a sentence."""
+    try:
+        return model(**body)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CommandError(f"Invalid '{problem['loc'][0]}': {problem['msg']}.") from error

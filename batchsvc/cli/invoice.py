@@ -54,7 +54,7 @@ def party(
     given = {
         "name": name,
         "address": address,
-        "country": country,
+        "country": None if country is None else country.upper(),
         "tax_id": tax_id,
         "currency": None if currency is None else currency.upper(),
         "is_reverse_charge": reverse_charge,

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from sqlalchemy import JSON, BigInteger, Integer, MetaData, String
+from sqlalchemy import JSON, BigInteger, Dialect, Integer, MetaData, String, TypeDecorator
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, mapped_column
 
 BigInt = BigInteger().with_variant(Integer, "sqlite")
 Json = JSON().with_variant(JSONB, "postgresql")
+
+
+class Digits(TypeDecorator[int]):
+    """An integer that may be too large for 64 bits, as text; nothing is computed with it in SQL."""
+
+    impl = String(40)
+    cache_ok = True
+
+    def process_bind_param(self, value: int | None, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> int | None:
+        return None if value is None else int(value)
+
 
 Id = Annotated[str, mapped_column(String(64), primary_key=True)]
 Name = Annotated[str, mapped_column(String(64))]

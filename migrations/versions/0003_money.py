@@ -308,7 +308,8 @@ def _invoice_columns() -> list[sa.Column]:
             sa.Column(name, BIG, nullable=False)
             for name in ("net_nanos", "tax_nanos", "rounding_nanos", "payable_nanos")
         ),
-        *(sa.Column(name, BIG, nullable=False) for name in ("net", "tax", "rounding", "payable_minor")),
+        *(sa.Column(name, sa.String(40), nullable=False) for name in ("net", "tax", "rounding")),
+        sa.Column("payable_minor", BIG, nullable=False),
         sa.Column("corrects", sa.String(40), nullable=True),
         sa.Column("reason", sa.String(255), nullable=True),
         sa.Column("key", sa.String(160), nullable=True),

@@ -174,6 +174,8 @@ def test_credit_notes_have_numbers_of_their_own_and_end_at_what_was_billed(books
         assert books.balance(account) == 0
     with pytest.raises(InvalidRequestError, match=r"0\.00 USD can still be credited"):
         books.act(str(made.number), "credit_note", reason="more")
+    with pytest.raises(InvalidRequestError, match="nothing is to be paid"):
+        books.act("INV-CN-000001", "pay")
 
 
 def test_a_payer_s_invoice_has_the_lines_of_every_project_it_pays_for(books: Books) -> None:
@@ -254,6 +256,8 @@ def test_terms_and_parties_are_checked_before_a_number_is_taken(books: Books) ->
     made = books.issue("2024-01", exchange_rate="150.25")
     assert (made.number, made.exponent, made.tax, made.tax_rate_ppm) == ("INV-000001", 0, 0, 0)
     assert (made.net, made.payable_minor, made.rounding) == (7_512_500_000_000, 7_512, -500_000_000)
+    books.use(FEBRUARY.start_ms, [(10**15, 0, 1)])  # ten million dollars are more nano-yen than 64 bits hold
+    assert books.issue("2024-02", exchange_rate="150.25").payable_minor == 1_502_500_000
     assert "Reverse charge" in books.file(made.id, "html").decode()
 
 

@@ -38,6 +38,7 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.config import Formats
 from workers.breaker import Breaker
+from workers.intake import Intake
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
 from workers.thread import WorkThread
@@ -87,14 +88,8 @@ class EngineRun:
         )
         self._units = UnitSource(
             db,
-            store,
-            digest=digest,
-            owner=owner,
-            lease_s=settings.lease_s,
-            poll_s=settings.poll_s,
             breaker=self._breaker,
             engine=self._pump,
-            is_night=lambda: self._night.is_open(now_ms()),
             on_end=self._unit_ended,
         )
         self._leases = LeaseKeeper(
@@ -122,6 +117,20 @@ class EngineRun:
             on_crash=self._pump.crashed,
         )
         self._units.connect(self._leases, self._writer)
+        self._intake = Intake(
+            db,
+            store,
+            self._units,
+            self._leases,
+            self._writer,
+            digest=digest,
+            owner=owner,
+            lease_s=settings.lease_s,
+            poll_s=settings.poll_s,
+            breaker=self._breaker,
+            is_night=lambda: self._night.is_open(now_ms()),
+            on_crash=self._pump.crashed,
+        )
         self._pump.attach(self._units)
         self._guard = WorkThread("guard", self._watch, self._pump.crashed)
 
@@ -136,7 +145,7 @@ class EngineRun:
         self._leases.start()
         self._writer.start()
         self._pump.start()
-        self._units.start()
+        self._intake.start()
         self._guard.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
 
@@ -148,7 +157,7 @@ class EngineRun:
 
     def admit(self) -> None:
         """Use a ticket: blocks until there is room for a unit, then claims one."""
-        self._units.admit()
+        self._intake.admit()
 
     def signalled(self) -> None:
         """Called in the signal handler: from now on nothing is claimed; a second call shortens the drain."""
@@ -164,7 +173,7 @@ class EngineRun:
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
-        self._units.close()
+        self._intake.close()
         if self.failure is None:  # a dead engine runs nothing on
             self._units.drain()
             self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)

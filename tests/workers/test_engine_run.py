@@ -302,7 +302,7 @@ def test_tickets_block_until_there_is_room(sqlite_world: World) -> None:
     world = sqlite_world
     world.add_batch(num_lines=12, unit_lines=4, max_tokens=8)
     with worker(world, FakeEngine(None, max_running=1, tokens_per_s=1), waiting_requests=3, poll_s=600) as run:
-        until(lambda: run._units.admit(), "the first ticket claims")
+        until(lambda: run._intake.admit(), "the first ticket claims")
         until(lambda: run._units._room <= 0, "the waiting set is full")
         blocked = threading.Thread(target=run.admit, daemon=True)
         blocked.start()

@@ -68,6 +68,7 @@ class Engine:
             from engine.runner import ModelRunner
 
             text = text or load_text(config.model)
+            text.tokenizer.token_bytes(0)  # makes the table of all tokens, which the first answer would wait for
             runner = ModelRunner(config, say)
         self._runner = runner
         self._text = text

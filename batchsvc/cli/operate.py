@@ -47,9 +47,7 @@ def project(
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(
-            "--budget", metavar="DOLLARS", help="The most that it may spend a month (UTC); none: no limit."
-        ),
+        typer.Option("--budget", metavar="DOLLARS", help="The most that it may spend a month (UTC); none: no limit."),
     ] = None,
     prepaid: Annotated[
         bool | None, typer.Option("--prepaid/--postpaid", help="Whether it spends only what was topped up.")
@@ -74,7 +72,7 @@ def project(
     with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
         row = admin.change_project(name, changes)
     limits = f"monthly budget {_budget_text(row)}{', prepaid' if row['is_prepaid'] else ''}"
-    console.out(f"{row['id']} ({row['name']}) has weight {row['weight']}, quota {_quota_text(row)}, {limits}.")
+    console.out(f"{row['id']} ({row['name']}) has weight {row['weight']} and quota {_quota_text(row)}; {limits}.")
     console.result(row)
 
 

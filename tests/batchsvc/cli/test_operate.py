@@ -44,6 +44,9 @@ def test_only_what_is_unusual_is_sent() -> None:
         "completion_window": "24h",
         "on_invalid": "fail",
     }
+    assert (
+        extensions(window="24h", priority=0, on_quota="wait", skip_invalid=False, max_cost="1.5")["max_cost"] == "1.5"
+    )
     assert extensions(window="1h", priority=-3, on_quota="fail", skip_invalid=True) == {
         "completion_window": "1h",
         "on_invalid": "skip",
@@ -56,6 +59,11 @@ def test_only_what_is_unusual_is_sent() -> None:
 def test_an_operator_sets_weight_and_quota(door: Door, admin: Command) -> None:
     code, out, _ = admin("project", "p", "--weight", "3", "--quota", "5000")
     assert code == 0 and "weight 3 and quota 5,000 tokens" in out
+    code, out, _ = admin("project", "p", "--budget", "12.5", "--prepaid")
+    assert code == 0 and "monthly budget $12.50, prepaid" in out
+    code, out, _ = admin("project", "p", "--budget", "none", "--postpaid", "--json")
+    assert (json.loads(out)["budget_nanos"], json.loads(out)["is_prepaid"]) == (None, False)
+    assert admin("project", "p", "--budget", "-1")[0] == 2
     code, out, _ = admin("project", door.project_id, "--quota", "default", "--json")
     assert code == 0 and json.loads(out)["quota_tokens"] is None and json.loads(out)["weight"] == 3
     code, out, _ = admin("projects")

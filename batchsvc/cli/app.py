@@ -22,6 +22,7 @@ from batchsvc.cli import (
 )
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.quote import quote
+from batchsvc.cli.reconcile import reconcile
 from batchsvc.cli.run import run
 
 app = typer.Typer(
@@ -69,6 +70,7 @@ app.command()(doctor.doctor)
 app.command()(usage.usage)
 app.command()(usage.costs)
 app.command()(statement.statement)
+app.command()(reconcile)
 app.command()(movements.topup)
 app.command()(movements.payment)
 app.command()(movements.refund)

@@ -31,6 +31,7 @@ from workers.plan import Planner
 from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
+from workers.webhooks import Courier
 
 _TEXTS = 4  # tokenizers that a control process keeps
 
@@ -38,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class ControlRun:
-    """What a control process does: plan, finalize, reap."""
+    """What a control process does: plan, finalize, reap, send webhooks."""
 
     def __init__(self, settings: Settings) -> None:
         owner = new_owner()
@@ -51,6 +52,7 @@ class ControlRun:
         plan_context = PlanContext(db=self._db, store=store, settings=settings, text_loader=texts)
         self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
+        self._courier = Courier(settings, self._db)
         self.reaper = Reaper(
             settings,
             self._db,
@@ -59,9 +61,11 @@ class ControlRun:
             plan=self.planner.plan,
             finalize=self.finalizer.finalize,
             quote=self.planner.quote,
+            wake_courier=self._courier.wake,
         )
 
     def start(self) -> None:
+        self._courier.start()
         self.reaper.start()
 
     def signalled(self) -> None:
@@ -72,6 +76,7 @@ class ControlRun:
         """Let go of what is being merged, and end the reaper; another process, or the next start, goes on."""
         self._is_stopping = True
         self.reaper.stop()
+        self._courier.stop()
 
     def close(self) -> None:
         """Send what is buffered and close the connections."""

@@ -153,7 +153,12 @@ class Intake:
         for unit in claimed:
             failpoints.reach("unit.claimed")
             self._leases.hold(unit.id, unit.epoch, began)
-            if not self._load(unit):
+            try:
+                is_loaded = self._load(unit)
+            except Exception:  # a defect of ours: its lease runs out, which counts as a crash of it
+                self._leases.forget([unit.claim])
+                raise
+            if not is_loaded:
                 return False
         return bool(claimed)
 

@@ -71,7 +71,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._proof_s: dict[str, float] = {}  # unit id -> monotonic time at which the last proof of the lease began
         self._epochs: dict[str, int] = {}
-        self._given_up: dict[str, int] = {}  # unit id -> epoch, of units that were fenced and may still be leased to us
+        self._given_up: dict[str, int] = {}  # unit id -> epoch, of units that nobody works on and may be leased to us
         self._stopped = threading.Event()
         self._thread = WorkThread("lease", self._run, on_crash)
 
@@ -94,6 +94,15 @@ class LeaseKeeper:
             for unit_id, epoch in claims:
                 if self._epochs.get(unit_id) == epoch:
                     del self._proof_s[unit_id], self._epochs[unit_id]
+
+    def give_up(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Stop caring for claims that nobody works on any more, but that may still be ours: the next renewal frees
+        them. Returns those that were held until now."""
+        with self._lock:
+            ours = [claim for claim in claims if self._epochs.get(claim.unit_id) == claim.epoch]
+            self._given_up.update(ours)
+        self.forget(ours)
+        return ours
 
     def is_held(self, claim: Claim) -> bool:
         """Whether the unit is certainly ours at this moment: nothing is written for one that isn't."""
@@ -132,11 +141,9 @@ class LeaseKeeper:
         with self._lock:
             held = dict(self._epochs)
         late = [claim for claim in map(Claim, held.keys(), held.values()) if not self.is_held(claim)]
-        if late:
-            with self._lock:
-                self._given_up |= {unit_id: epoch for unit_id, epoch in late if unit_id in self._epochs}
-            log.warning("lease.fenced", units=[claim.unit_id for claim in late])
-            self._report(late)
+        if ours := self.give_up(late):
+            log.warning("lease.fenced", units=[claim.unit_id for claim in ours])
+            self._on_lost(ours)
 
     def _tell(self, stopping: list[str]) -> None:
         if stopping:

@@ -13,6 +13,7 @@ Each step is a short transaction that is right to repeat and right to run in sev
     quotas      batches that waited for quota start when there is room
     budgets     and so do those that waited for money
     tickets     a model's queue is as long as it has claimable units
+    webhooks    the courier's thread is woken, which sends what is due
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
 If Redis doesn't answer, or takes no messages, planning and finalizing are done here, one after the other: slower, but
@@ -84,6 +85,7 @@ class Reaper:
         plan: Callable[[str], object],
         finalize: Callable[[str], object],
         quote: Callable[[str], object],
+        wake_courier: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._db = db
@@ -92,6 +94,7 @@ class Reaper:
         self._plan = plan
         self._finalize = finalize
         self._quote = quote
+        self._wake_courier = wake_courier
         self._night = Night.from_settings(settings)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
@@ -126,6 +129,7 @@ class Reaper:
             self._quotas,
             self._budgets,
             self._tickets,
+            self._webhooks,
             self._answers,
             self._workers,
             self._files,
@@ -269,6 +273,9 @@ class Reaper:
         if due:
             log.info("ticket.sent_again", model=digest[:16], tickets=due)
             self._dispatcher.ticket(digest, due)
+
+    def _webhooks(self) -> None:
+        self._wake_courier()
 
     def _answers(self) -> None:
         self._db.run(idempotency.forget_old)

@@ -95,6 +95,7 @@ class UnitSource:
         with self._changed:
             if not self._leases.is_held(unit.claim):  # reading took longer than the lease, or the unit was taken away
                 self._parts.drop(unit.claim)
+                self._leases.give_up([unit.claim])
                 return
             self._parts.begin(unit)
             self._live[unit.id] = live

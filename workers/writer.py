@@ -348,6 +348,7 @@ class Writer:
     def _lose(self, buffer: _Buffer) -> bool:
         log.warning("unit.lost", unit=buffer.unit.id, epoch=buffer.unit.epoch, lines=len(buffer.lines))
         self.drop(buffer.unit.claim)
+        self._leases.give_up([buffer.unit.claim])  # a renewal that comes late must not keep what nobody runs
         self._on_lost([buffer.unit.claim])
         return False
 

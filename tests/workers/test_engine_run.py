@@ -277,6 +277,20 @@ def test_a_unit_that_is_lost_while_it_is_read_does_not_run(sqlite_world: World) 
     finalized(world, batch_id, Status.COMPLETED)
 
 
+def test_a_unit_whose_reading_ends_in_a_defect_is_not_kept(
+    sqlite_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=4, unit_lines=4)
+    monkeypatch.setattr("workers.intake.open_rows", lambda *_: 1 / 0)
+    with worker(world, poll_s=60) as run:
+        until(lambda: run._units.has_room(), "room")
+        with pytest.raises(ZeroDivisionError):
+            run.admit()
+        (unit,) = world.units(batch_id)
+        assert unit.state == "leased" and not run._leases.is_held(Claim(unit.id, unit.epoch))
+
+
 def test_a_request_that_cannot_run_is_an_error_line(sqlite_world: World) -> None:
     world = sqlite_world
     batch_id = world.add_batch(num_lines=6, unit_lines=3)

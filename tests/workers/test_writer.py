@@ -154,6 +154,17 @@ def test_nothing_is_written_for_a_unit_that_is_not_held(sqlite_world: World) -> 
         assert made.completed() == 0 and not list(sqlite_world.store.list_keys(f"batch/{made.batch_id}/part/"))
 
 
+def test_what_the_writer_gives_up_is_freed_by_the_next_renewal(sqlite_world: World) -> None:
+    """The lease thread was late, and comes before anybody else has noticed: it must not renew what nobody runs."""
+    with desk(sqlite_world) as made:
+        made.leases.hold(made.unit.id, made.unit.epoch, monotonic_s() - 3600)
+        made.writer.add(made.unit, made.lines)
+        until(lambda: bool(made.lost), "the writer doesn't trust the lease")
+        made.leases.tick()
+        (unit,) = sqlite_world.units(made.batch_id)
+        assert (unit.state, unit.crash_count, unit.num_done) == ("ready", 0, 0)
+
+
 def test_a_write_that_comes_too_late_leaves_the_next_claim_alone(sqlite_world: World) -> None:
     """The same worker claims a unit again while a part of its first claim is still on its way (row 52)."""
     storing, go_on = threading.Event(), threading.Event()

@@ -22,6 +22,7 @@ import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
 import batchsvc.files.routes
+import batchsvc.webhooks.routes
 from batchsvc import logs
 from batchsvc.accounts.caller import require_caller
 from batchsvc.batches import garbage_queries
@@ -83,6 +84,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)
+    app.include_router(batchsvc.webhooks.routes.router)
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:

@@ -35,6 +35,7 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                batch.publishing  all is stored, nothing is published
                batch.published   the batch has ended, nobody was told
     reaper     reaper.ticked     a tick begins
+    courier    webhook.sent      a receiver has answered, or not, and nothing is written of it
 """
 
 from __future__ import annotations

@@ -40,6 +40,18 @@ def invoice_id() -> str:
     return "inv_" + random_text(24)
 
 
+def endpoint_id() -> str:
+    return "we_" + random_text(24)
+
+
+def event_id() -> str:
+    return "evt_" + random_text(24)
+
+
+def delivery_id() -> str:
+    return "whd_" + random_text(24)
+
+
 def worker_id(host: str, pid: int) -> str:
     """Unique for every start of a process: a restarted worker must not look like its dead self."""
     return f"{host}:{pid}:{random_text(8)}"

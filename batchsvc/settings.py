@@ -16,6 +16,7 @@ from zoneinfo import ZoneInfo
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError
 
 _SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -111,6 +112,12 @@ class Settings(BaseSettings):
     quote_ttl_s: int = Field(default=86_400, ge=60, description="how long batches can be created at a quote's prices")
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
+    egress_allow: str = Field(
+        default="",
+        description="private networks and hosts that tenants may have us send to, such as 10.1.0.0/16,hooks.lan",
+    )
+    webhook_timeout_s: float = Field(default=10, gt=0, le=60, description="longest time that a webhook may take")
+
     seller_name: str = Field(default="", max_length=255, description="who issues invoices: name of the seller")
     seller_address: str = Field(
         default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
@@ -175,6 +182,12 @@ class Settings(BaseSettings):
     def _names_hours(cls, value: str | None) -> str | None:
         if value is not None and (not _HOURS.fullmatch(value) or value[:5] == value[6:]):
             raise ValueError("it names two times of day, such as 22:00-06:00")
+        return value
+
+    @field_validator("egress_allow")
+    @classmethod
+    def _names_places(cls, value: str) -> str:
+        Egress.parse(value)  # raises ValueError
         return value
 
     @field_validator("seller_tax_rate")

@@ -6,7 +6,8 @@ import batchsvc.accounts.tables
 import batchsvc.batches.tables
 import batchsvc.billing.invoice_tables
 import batchsvc.billing.tables
-import batchsvc.files.tables  # noqa: F401  imported for its effect on the metadata
+import batchsvc.files.tables
+import batchsvc.webhooks.tables  # noqa: F401  imported for its effect on the metadata
 from batchsvc.db.base import Base
 
 metadata = Base.metadata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -34,6 +34,18 @@ def money_limits(session: Session, project_id: str) -> tuple[int | None, bool]:
     """Budget and whether it is prepaid, as they are now."""
     found = session.execute(select(Project.budget_nanos, Project.is_prepaid).where(Project.id == project_id)).first()
     return (None, False) if found is None else (found.budget_nanos, found.is_prepaid)
+
+
+def limited(session: Session, project_ids: set[str]) -> list[Project]:
+    """Those of the projects that have a budget or are prepaid."""
+    has_limit = or_(Project.budget_nanos.is_not(None), Project.is_prepaid)
+    return list(session.scalars(select(Project).where(Project.id.in_(project_ids), has_limit)))
+
+
+def alert_percents(session: Session, project_ids: set[str]) -> dict[str, list[int] | None]:
+    """The shares of a limit that these projects want to be told of."""
+    rows = session.execute(select(Project.id, Project.alert_percents).where(Project.id.in_(project_ids)))
+    return {row.id: row.alert_percents for row in rows}
 
 
 def salts(session: Session, project_ids: set[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,7 +22,7 @@ class CreateKey(BaseModel):
 
 class ChangeProject(BaseModel):
     """Body of a change to a project; what isn't named stays. `quota_tokens: null` means the setting's quota again,
-    `budget_nanos: null` no monthly budget."""
+    `budget_nanos: null` no monthly budget, `alert_percents: null` the usual shares of a limit to be told of."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,6 +30,7 @@ class ChangeProject(BaseModel):
     quota_tokens: int | None = Field(default=None, ge=1, le=2**53)
     budget_nanos: int | None = Field(default=None, ge=0, le=MOST_NANOS)
     is_prepaid: bool = False
+    alert_percents: list[Annotated[int, Field(ge=1, le=100)]] | None = Field(default=None, max_length=20)
 
 
 def project_object(row: Project) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def project_object(row: Project) -> dict[str, Any]:
         "quota_tokens": row.quota_tokens,
         "budget_nanos": row.budget_nanos,
         "is_prepaid": row.is_prepaid,
+        "alert_percents": row.alert_percents,
         "created_at": row.created_ms // 1000,
     }
 

@@ -79,6 +79,16 @@ def money_limits(session: Session, project_id: str) -> tuple[int | None, bool]:
     return queries.money_limits(session, project_id)
 
 
+def limited_projects(session: Session, project_ids: Iterable[str]) -> list[Project]:
+    """Those of the projects that have a budget or are prepaid."""
+    return queries.limited(session, set(project_ids))
+
+
+def alert_percents(session: Session, project_ids: Iterable[str]) -> dict[str, list[int] | None]:
+    """The shares of a limit that these projects want to be told of; None: the usual ones."""
+    return queries.alert_percents(session, set(project_ids))
+
+
 def salts(session: Session, project_ids: Iterable[str]) -> dict[str, str]:
     """The salts that separate the prefix caches of these projects, by project."""
     return queries.salts(session, set(project_ids))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import Boolean, ForeignKey, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from batchsvc.db.base import Base, BigInt, Id, Millis
+from batchsvc.db.base import Base, BigInt, Id, Json, Millis
 
 
 class Project(Base):
@@ -20,6 +22,7 @@ class Project(Base):
     quota_tokens: Mapped[int | None] = mapped_column(BigInt)  # of all unfinished batches; null: the setting's
     budget_nanos: Mapped[int | None] = mapped_column(BigInt)  # the most that it may spend in a month (UTC)
     is_prepaid: Mapped[bool] = mapped_column(Boolean, default=False)  # it spends only what was topped up
+    alert_percents: Mapped[list[Any] | None] = mapped_column(Json)  # of a limit, to be told of; null: the usual ones
     created_ms: Mapped[Millis]
 
 

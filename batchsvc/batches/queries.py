@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import Select, func, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import Batch, Garbage, Model, Worker
@@ -50,6 +50,19 @@ def live_batch_of(session: Session, file_id: str, ended: Collection[str]) -> str
     """A batch that still reads this file, or None. `ended` are the statuses of batches that read nothing more."""
     reading = select(Batch.id).where(Batch.input_file_id == file_id, Batch.status.not_in(ended))
     return session.scalars(reading.limit(1)).first()
+
+
+def running(session: Session, project_ids: Collection[str]) -> list[Batch]:
+    """The batches of these projects whose lines run. Served by ix_batches_status."""
+    mine = (Batch.status == "in_progress", Batch.project_id.in_(project_ids))
+    return list(session.scalars(select(Batch).where(*mine).order_by(Batch.id)))
+
+
+def capped(session: Session, project_ids: Collection[str], statuses: Collection[str], ended_ms: int) -> list[Batch]:
+    """The batches of these projects with a `max_cost` that are in these statuses, or have ended since then."""
+    live = or_(Batch.status.in_(statuses), Batch.ended_ms >= ended_ms)
+    mine = (Batch.max_cost_nanos.is_not(None), Batch.cost_nanos > 0, Batch.project_id.in_(project_ids))
+    return list(session.scalars(select(Batch).where(*mine, live).order_by(Batch.id)))
 
 
 def update_batch(

@@ -6,7 +6,7 @@ it on the batch, as OpenAI does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -133,6 +133,19 @@ def cancel(session: Session, project_id: str, batch_id: str) -> Batch:
 def live_batch_of(session: Session, file_id: str) -> str | None:
     """A batch that still reads this input file, or None."""
     return queries.live_batch_of(session, file_id, TERMINAL)
+
+
+def at_risk(session: Session, project_ids: Collection[str], night: Night, habits: Habits) -> list[Batch]:
+    """The batches of these projects that will probably miss their deadline, as their `at_risk` says."""
+    rows = queries.running(session, project_ids)
+    looks = outlook.outlooks(session, rows, night, habits)
+    return [row for row in rows if looks[row.id].is_at_risk]
+
+
+def capped(session: Session, project_ids: Collection[str], since_ms: int) -> list[Batch]:
+    """The batches of these projects that have a `max_cost` and cost something, unless they ended before then."""
+    live = [status for status in Status if status not in TERMINAL]
+    return queries.capped(session, project_ids, live, since_ms)
 
 
 def show(

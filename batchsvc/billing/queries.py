@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import ColumnElement, Table, func, select, text
@@ -113,6 +114,12 @@ def funds(session: Session, project_id: str) -> Funds:
     """What a project has at this moment."""
     row = session.get(Balance, project_id, populate_existing=True)
     return Funds() if row is None else _funds(row)
+
+
+def funds_of(session: Session, project_ids: Iterable[str]) -> dict[str, Funds]:
+    """What these projects have at this moment; one that never had anything is missing."""
+    rows = session.scalars(select(Balance).where(Balance.project_id.in_(set(project_ids))))
+    return {row.project_id: _funds(row) for row in rows}
 
 
 def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy.orm import Session
 
@@ -13,6 +14,16 @@ from batchsvc.billing.movements import Moved
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
 from batchsvc.money import Rates
+
+
+class MonthSpending(NamedTuple):
+    """What a project has spent of a limit (`budget` or `prepaid`) in the month of its newest charge; see `balances`."""
+
+    project_id: str
+    limit: str
+    month: int
+    spent_nanos: int
+    limit_nanos: int
 
 
 class BilledBatch(Protocol):
@@ -139,6 +150,18 @@ def room_nanos(session: Session, project_id: str) -> int | None:
     if found.is_none:
         return None
     return limits.room_nanos(found, queries.locked_funds(session, project_id), database_now_ms(session))
+
+
+def month_spending(session: Session, project_ids: Iterable[str]) -> Iterator[MonthSpending]:
+    """What these projects have spent of the limits of a month: of their budget, and of what they had at hand in it."""
+    found = {row.id: row for row in accounts.limited_projects(session, project_ids)}
+    for project_id, funds in queries.funds_of(session, found).items():
+        project = found[project_id]
+        if project.budget_nanos is not None:
+            yield MonthSpending(project_id, "budget", funds.month, funds.month_nanos, project.budget_nanos)
+        if project.is_prepaid:
+            had = funds.available_nanos + funds.reserved_nanos + funds.month_nanos
+            yield MonthSpending(project_id, "prepaid", funds.month, funds.month_nanos, had)
 
 
 def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:

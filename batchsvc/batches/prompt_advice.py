@@ -58,13 +58,15 @@ class Advice:
 
     def __add__(self, other: Advice) -> Advice:
         """Of two windows; the places are those of the first."""
+        more = {one["text"]: one["lines"] for one in other.misplaced}
+        found = [{**one, "lines": one["lines"] + more.get(one["text"], 0)} for one in self.misplaced]
         return Advice(
             lines=self.lines + other.lines,
             moved_lines=self.moved_lines + other.moved_lines,
             cached_tokens=self.cached_tokens + other.cached_tokens,
             then_cached_tokens=self.then_cached_tokens + other.then_cached_tokens,
             saved_nanos=self.saved_nanos + other.saved_nanos,
-            misplaced=self.misplaced or other.misplaced,
+            misplaced=found or other.misplaced,
         )
 
 

@@ -144,7 +144,8 @@ def _problems(found: dict[str, Any]) -> list[str]:
     problems = found["problems"]
     says = [f"  line {one['line']}: {one['message']} ({one['code']})" for one in problems["data"][:_SHOWN_PROBLEMS]]
     more = problems["total"] - len(says)
-    head = [f"{problems['total']:,} lines would get an error line, which costs nothing:"] if says else []
+    lines = "line" if problems["total"] == 1 else "lines"
+    head = [f"{problems['total']:,} {lines} would get an error line, which costs nothing:"] if says else []
     return [*head, *says, *([f"  ... and {more:,} more: --json lists them."] if more > 0 else [])]
 
 

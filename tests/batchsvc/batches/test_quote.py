@@ -292,3 +292,64 @@ def test_old_quotes_are_forgotten(door: Quoting) -> None:
     assert door.planned.db.run(quote_queries.forget_old) == 1
     assert door.client.get(f"/v1/batches/quote/{old['id']}").status_code == 404
     assert door.shown(young["id"])["status"] == "ready"
+
+
+RULES = "Sort the text into one of four groups, and say why in a sentence."
+
+
+def test_advice_is_what_the_other_order_would_be_quoted(door: Quoting) -> None:
+    small = with_settings(door, window_lines=9)
+    now = [f"Ticket {i} is late\n{RULES}\n{SHARED}" for i in range(20)]
+    then = [f"{RULES}\n{SHARED.strip()}\nTicket {i} is late" for i in range(20)]
+    quote, other = (
+        small.quote(jsonl(*(line(f"id{i}", text) for i, text in enumerate(texts)))) for texts in (now, then)
+    )
+    advice = quote["advice"]
+    assert (advice["lines"], advice["moved_lines"]) == (20, 20)
+    cached = [one["usage"]["input_tokens_details"]["cached_tokens"] for one in (quote, other)]
+    assert (advice["cached_tokens"], advice["then_cached_tokens"]) == tuple(cached)
+    assert advice["more_cached_tokens"] == cached[1] - cached[0] > 0
+    assert advice["saved_nanos"] == quote["cost"]["input_nanos"] - other["cost"]["input_nanos"] > 0
+    assert {"text": RULES, "lines": 20, "line": 1, "message": 0} in advice["misplaced"]
+    assert other["advice"] is None, "there is no better order"
+
+
+@on_sqlite
+def test_advice_that_brings_nothing_is_not_given(door: Quoting) -> None:
+    few = [f"T{i} {'x' * i}. Please answer in words." for i in range(3)]
+    assert door.quote(jsonl(*(line(f"id{i}", text) for i, text in enumerate(few))))["advice"] is None
+    assert door.quote(tickets(6))["advice"] is None
+
+
+def test_a_sample_is_an_estimate_and_no_quote(door: Quoting) -> None:
+    data = tickets(300, max_tokens=20)
+    quote, found = door.quote(data), door.quote(data, sample=60)
+    assert (found["object"], found["status"], found["expires_at"]) == ("estimate", "ready", None)
+    assert found["sample"] == {"lines": 60, "of": 300}
+    assert found["request_counts"] == {"total": 300, "runnable": 300}
+    assert "advice" not in found and "most_nanos" not in found["cost"]
+    usage, cost = found["usage"], found["cost"]
+    for interval, truth in (
+        (usage["input_tokens"], quote["usage"]["input_tokens"]),
+        (usage["input_tokens_details"]["cached_tokens"], quote["usage"]["input_tokens_details"]["cached_tokens"]),
+        (cost["input_nanos"], quote["cost"]["input_nanos"]),
+    ):
+        assert interval["low"] <= truth <= interval["high"] and interval["low"] <= interval["expected"]
+    assert cost["output_nanos"] == quote["cost"]["output_nanos"], "all lines have the same max_tokens"
+    assert cost["total_nanos"]["high"] == cost["input_nanos"]["high"] + cost["output_nanos"]["high"]
+    again = door.quote(data, sample=60)
+    assert again["usage"] == usage, "the same lines are drawn again"
+    refused(door.create(found["input_file_id"], quote_id=found["id"]), "quote_is_estimate", "quote_id")
+
+
+@on_sqlite
+def test_a_sample_of_everything_is_exact(door: Quoting) -> None:
+    data = jsonl(*(line(f"id{i}", SHARED + f"Ticket {i % 9}") for i in range(30)), line("bad", n=2))
+    quote, found = door.quote(data), door.quote(data, sample=1_000)
+    assert found["request_counts"] == {"total": 31, "runnable": 30}
+    for bound in ("low", "expected", "high"):
+        assert found["cost"]["input_nanos"][bound] == pytest.approx(quote["cost"]["input_nanos"], abs=15), (
+            "of roundings"
+        )
+        assert found["usage"]["input_tokens"][bound] == quote["usage"]["input_tokens"]
+    assert door.quote(jsonl(line("a"), b"{broken\n"), sample=5)["status"] == "failed"

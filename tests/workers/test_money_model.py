@@ -47,6 +47,7 @@ AMOUNT = st.integers(1, 400)
 CHOICE = st.integers(0, 9)
 PRICE = st.integers(0, 20)
 HIGH = st.integers(0, 150)
+UNITS = st.sampled_from([2, 1])
 ON_QUOTA = st.sampled_from(["wait", "fail"])
 
 
@@ -81,7 +82,7 @@ class Money(RuleBasedStateMachine):
         budget=st.none() | st.integers(100, 1_000),
         money=st.none() | st.integers(0, 1_000),
         price=PRICE,
-        batches=st.lists(st.tuples(HIGH, st.integers(1, 2), st.none() | AMOUNT, ON_QUOTA), min_size=1, max_size=3),
+        batches=st.lists(st.tuples(HIGH, UNITS, st.none() | AMOUNT, ON_QUOTA), min_size=1, max_size=3),
     )
     def open(self, budget: int | None, money: int | None, price: int, batches: list[Any]) -> None:
         self.budget, self.is_prepaid = budget, money is not None
@@ -100,7 +101,7 @@ class Money(RuleBasedStateMachine):
         for tier in ("batch_24h", "standard"):
             self.db.run(lambda s, tier=tier: price_book.set_price(s, "m", tier, row, None))
 
-    @rule(high=HIGH, units=st.integers(1, 2), cap=st.none() | AMOUNT, on_quota=ON_QUOTA)
+    @rule(high=HIGH, units=UNITS, cap=st.none() | AMOUNT, on_quota=ON_QUOTA)
     def another(self, high: int, units: int, cap: int | None, on_quota: str) -> None:
         self.begin(high, units, cap, on_quota)
 
@@ -118,6 +119,7 @@ class Money(RuleBasedStateMachine):
             price_version=version,
             rates={"tier": pinned, "standard": pinned},
         )
+        self.claim()
         self.claim()
 
     @rule()

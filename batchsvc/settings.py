@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError
+from batchsvc.money import parse_dollars
 
 _SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
@@ -91,6 +92,11 @@ class Settings(BaseSettings):
 
     max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
     max_input_bytes: int = Field(default=8_000_000_000, ge=1, description="most bytes of one uploaded file")
+    max_expansion: int = Field(
+        default=250,
+        ge=1,
+        description="times its size that a compressed or Parquet file may decode to; 64 MiB are always allowed",
+    )
     max_line_bytes: int = Field(default=1_048_576, ge=64, description="most bytes of one input line")
     max_problems: int = Field(default=1_000, ge=1, description="most problems listed in a failed batch")
     default_max_tokens: int = Field(default=1_024, ge=1, description="max_tokens of a line that names none")
@@ -122,7 +128,9 @@ class Settings(BaseSettings):
     seller_address: str = Field(
         default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
     )
-    seller_country: str = Field(default="", pattern=r"^([A-Z]{2})?$", description="country of the seller (ISO 3166), such as DE")
+    seller_country: str = Field(
+        default="", pattern=r"^([A-Z]{2})?$", description="country of the seller (ISO 3166), such as DE"
+    )
     seller_tax_id: str = Field(default="", max_length=64, description="tax id of the seller")
     seller_tax_rate: str = Field(
         default="0", description="tax on invoices in percent, such as 19, where a buyer has no rate of its own"
@@ -131,6 +139,14 @@ class Settings(BaseSettings):
         default="INV",
         pattern=r"^[A-Z0-9]{1,12}$",
         description="what invoice numbers begin with; each prefix is a series of its own without gaps",
+    )
+
+    accelerator_cost_per_hour: str = Field(
+        default="0",
+        description="what an hour of an engine worker costs in dollars: `batchsvc explain` shows the margin",
+    )
+    reconcile_s: float = Field(
+        default=300, ge=0, description="how often the reaper adds up a batch that has ended; 0 means never"
     )
 
     lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")
@@ -188,6 +204,14 @@ class Settings(BaseSettings):
     @classmethod
     def _names_places(cls, value: str) -> str:
         Egress.parse(value)  # raises ValueError
+        return value
+
+    @field_validator("accelerator_cost_per_hour")
+    @classmethod
+    def _is_an_amount(cls, value: str) -> str:
+        nanos = parse_dollars(value)
+        if nanos is None or nanos < 0:
+            raise ValueError("it is an amount of dollars such as 2.50")
         return value
 
     @field_validator("seller_tax_rate")

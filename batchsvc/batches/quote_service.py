@@ -14,12 +14,14 @@ from batchsvc.batches.tables import Quote
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import NotFoundError, UnavailableError
 from batchsvc.files import service as files
-from batchsvc.files.parquet import MAGIC, RangeFile, num_rows
+from batchsvc.files.formats import HEAD_BYTES, is_plain
+from batchsvc.files.lines import UnreadableFileError
+from batchsvc.files.plain import limits_of, plain_file
 from batchsvc.settings import Settings
-from batchsvc.store.s3 import ObjectStore
 
 INLINE_LINES = 2_000
 _INLINE_BYTES = 64 * 1024 * 1024
+_INLINE_DECODED_BYTES = 256 * 1024  # of a file that has to be decoded first, and grows by it
 _PINNED_SETTINGS = ("window_lines", "window_tokens", "default_max_tokens", "max_line_bytes", "max_input_bytes")
 
 
@@ -70,15 +72,18 @@ def get(session: Session, project_id: str, quote_id: str) -> Quote:
     return row
 
 
-def is_small(store: ObjectStore, s3_key: str, size_bytes: int) -> bool:
+def is_small(context: PlanContext, s3_key: str, etag: str, size_bytes: int) -> bool:
     """Whether a quote's input has so few lines that the caller can wait for its planning."""
-    if size_bytes > _INLINE_BYTES:
+    store = context.store
+    is_jsonl = is_plain(b"".join(store.stream(s3_key, end=HEAD_BYTES)))
+    if size_bytes > (_INLINE_BYTES if is_jsonl else _INLINE_DECODED_BYTES):
         return False
-    source = RangeFile(size_bytes, lambda start, end: b"".join(store.stream(s3_key, start=start, end=end)))
-    if source.read(len(MAGIC)) == MAGIC:
-        return num_rows(source) <= INLINE_LINES
+    try:
+        plain = plain_file(store, s3_key, etag, size_bytes, limits_of(context.settings), lambda: None)
+    except UnreadableFileError:
+        return True  # planning says why
     breaks = 0
-    for chunk in store.stream(s3_key):
+    for chunk in store.stream(plain.s3_key):
         breaks += chunk.count(b"\n")
         if breaks > INLINE_LINES:
             return False
@@ -90,7 +95,7 @@ def plan_here(context: PlanContext, row: Quote, owner: str) -> bool:
     with context.db.reading() as session:
         file = files.find_stored(session, row.project_id, row.input_file_id)
     try:
-        if file is None or not is_small(context.store, file.s3_key, file.size_bytes):
+        if file is None or not is_small(context, file.s3_key, file.etag, file.size_bytes):
             return False
         progress = PlanProgress.AGAIN
         while progress == PlanProgress.AGAIN:

@@ -20,8 +20,9 @@ from batchsvc.batches.window import WindowDraft
 from batchsvc.db.session import Database
 from batchsvc.errors import NotFoundError
 from batchsvc.files.envelope import EnvelopeCheck, SeenIds
-from batchsvc.files.lines import Problem, Record, jsonl_records
-from batchsvc.files.parquet import MAGIC, RangeFile, parquet_records
+from batchsvc.files.lines import Problem, Record
+from batchsvc.files.plain import limits_of as decode_limits
+from batchsvc.files.plain import plain_file
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore, OtherVersionError
 from engine.errors import ModelError
@@ -143,22 +144,11 @@ class WindowReader:
         if source.etag and info.etag != source.etag:
             raise _replaced()
 
-        def fetch(start: int, end: int) -> bytes:
-            self._keep()
-            return b"".join(store.stream(source.s3_key, start=start, end=end, etag=info.etag))
-
-        if fetch(0, len(MAGIC)) == MAGIC:
-            yield from parquet_records(
-                RangeFile(info.size_bytes, fetch),
-                endpoint=claim.endpoint,
-                max_line_bytes=settings.max_line_bytes,
-                max_decoded_bytes=settings.max_input_bytes,
-                first_row=claim.offset,
-            )
-            return
-        with closing(self._kept(store.stream(source.s3_key, start=claim.offset, etag=info.etag))) as chunks:
-            yield from jsonl_records(
+        plain = plain_file(store, source.s3_key, info.etag, info.size_bytes, decode_limits(settings), self._keep)
+        with closing(self._kept(store.stream(plain.s3_key, start=claim.offset, etag=plain.etag))) as chunks:
+            yield from plain.records(
                 chunks,
+                endpoint=claim.endpoint,
                 max_line_bytes=settings.max_line_bytes,
                 first_line=claim.first_line,
                 offset=claim.offset,

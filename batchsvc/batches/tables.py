@@ -126,7 +126,7 @@ class Window(Base):
     last_line: Mapped[Count]
     num_lines: Mapped[Count]  # requests: blank lines don't count
     num_rejected: Mapped[Count]
-    next_offset: Mapped[Count]  # where the next window starts: bytes (JSONL) or rows (Parquet)
+    next_offset: Mapped[Count]  # the byte of the plain file where the next window starts
     input_tokens: Mapped[Count]
     line_nos_key: Mapped[str] = mapped_column(String(512), default="")  # object: line numbers and custom_ids
     line_nos_sha256: Mapped[str] = mapped_column(String(64), default="")

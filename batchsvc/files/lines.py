@@ -39,7 +39,7 @@ class Problem:
 class Record:
     """One non-blank line: `value` is its object, or {} when `problem` says why there is none.
 
-    `line_no` is 1-based; `next_offset` is where the next line starts: a byte (JSONL) or a row (Parquet).
+    `line_no` is 1-based; `next_offset` is the byte where the next line starts.
     """
 
     line_no: int

@@ -13,10 +13,11 @@ from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import queries
 from batchsvc.files.tables import File
 from batchsvc.http.paging import PageArgs
+from batchsvc.store import keys
 
 PURPOSE = "batch"
 RESULT_PURPOSE = "batch_output"
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 MIN_LIFE_S, MAX_LIFE_S = 3_600, 2_592_000
 _FILENAME_BYTES = 255
 _EXPIRE_AT_ONCE = 100
@@ -145,7 +146,7 @@ def delete(
             param="id",
         )
     queries.mark_deleted(session, row.id, now)
-    discard(session, row.s3_key)
+    _discard(session, row, discard)
     return row
 
 
@@ -160,14 +161,15 @@ def expire(
     for row in queries.expired(session, now, _EXPIRE_AT_ONCE):
         if live_batch_of(session, row.id) is None:
             queries.mark_deleted(session, row.id, now)
-            discard(session, row.s3_key)
+            _discard(session, row, discard)
             taken += 1
     return taken
 
 
 def known_keys(session: Session, s3_keys: Collection[str]) -> set[str]:
-    """Those of these objects that belong to a file that nobody has deleted."""
-    return queries.known_keys(session, s3_keys)
+    """Those of these objects that belong to a file that nobody has deleted: itself, or its plain form."""
+    known = queries.known_keys(session, {keys.input_of(key) for key in s3_keys})
+    return {key for key in s3_keys if keys.input_of(key) in known}
 
 
 def clean_filename(raw: str) -> str:
@@ -184,7 +186,8 @@ def check_filename(name: str) -> None:
     """Refuse a name that no batch could read, before its bytes are stored."""
     if not name.lower().endswith(SUFFIXES):
         raise InvalidRequestError(
-            "Invalid file format for a batch: the file's name must end in .jsonl or .parquet.",
+            "Invalid file format for a batch: it must be JSONL, Parquet or CSV, plain, gz or zst, with a name that "
+            f"ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.",
             code="invalid_file_format",
             param="file",
         )
@@ -202,6 +205,12 @@ def check_purpose(purpose: str | None) -> None:
             code="invalid_purpose",
             param="purpose",
         )
+
+
+def _discard(session: Session, row: File, discard: Callable[[Session, str], None]) -> None:
+    discard(session, row.s3_key)
+    if row.purpose == PURPOSE:
+        discard(session, keys.plain_input(row.s3_key))
 
 
 def _found(row: File | None, file_id: str) -> File:

@@ -9,12 +9,23 @@ from __future__ import annotations
 PROBE = "probe/ready"  # written by the readiness check
 INPUTS = "in/"  # prefix of all uploads
 BATCHES = "batch/"  # prefix of all that belongs to batches
+_PLAIN = ".plain"
 OUTPUT_KINDS = ("output", "error")
 
 
 def input_file(project_id: str, file_id: str) -> str:
     """An uploaded file."""
     return f"in/{project_id}/{file_id}"
+
+
+def plain_input(input_key: str) -> str:
+    """The lines that an upload in another format was decoded to."""
+    return f"{input_key}{_PLAIN}"
+
+
+def input_of(key: str) -> str:
+    """The upload that an object belongs to: itself, or that which it was decoded from."""
+    return key.removesuffix(_PLAIN)
 
 
 def unit(batch_id: str, plan_epoch: int, no: int) -> str:

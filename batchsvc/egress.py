@@ -134,9 +134,11 @@ class Egress:
             raise refuse("a URL with a user name or password is not accepted.")
         if parts.fragment or "#" in url:
             raise refuse("a URL with a fragment (#...) is not accepted.")
-        literal = _literal(host)
-        is_name = _HOST.fullmatch(host) is not None and len(host) <= _MAX_HOST_CHARS
-        if not is_name and not (isinstance(literal, IPv6Address) and "%" not in host):
+        if "[" in parts.netloc:
+            is_host = isinstance(_literal(host), IPv6Address) and "%" not in host
+        else:
+            is_host = _HOST.fullmatch(host) is not None and len(host) <= _MAX_HOST_CHARS
+        if not is_host:
             raise refuse("its host is not a name or an address; write international names as punycode (xn--...).")
         place = Place(
             parts.scheme,

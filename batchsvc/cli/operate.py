@@ -52,6 +52,12 @@ def project(
     prepaid: Annotated[
         bool | None, typer.Option("--prepaid/--postpaid", help="Whether it spends only what was topped up.")
     ] = None,
+    alert: Annotated[
+        str | None,
+        typer.Option(
+            "--alert", metavar="LIST", help="Percent of a limit to be told of by webhook, such as 50,80,100; or none."
+        ),
+    ] = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
     api_key: KeyOption = None,
@@ -67,8 +73,12 @@ def project(
         changes["budget_nanos"] = _parsed_budget(budget)
     if prepaid is not None:
         changes["is_prepaid"] = prepaid
+    if alert is not None:
+        changes["alert_percents"] = _parsed_percents(alert)
     if not changes:
-        raise CommandError("Name what to change: --weight, --quota, --budget, --prepaid or --postpaid.", Exit.USAGE)
+        raise CommandError(
+            "Name what to change: --weight, --quota, --budget, --prepaid, --postpaid or --alert.", Exit.USAGE
+        )
     with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
         row = admin.change_project(name, changes)
     limits = f"monthly budget {_budget_text(row)}{', prepaid' if row['is_prepaid'] else ''}"
@@ -125,6 +135,17 @@ def _parsed_budget(text: str) -> int | None:
     if nanos is None or nanos < 0:
         raise CommandError(f"--budget can't be {text!r}: it is an amount of dollars such as 500, or none.", Exit.USAGE)
     return nanos
+
+
+def _parsed_percents(text: str) -> list[int] | None:
+    if text in ("default", "none"):
+        return None if text == "default" else []
+    parts = text.split(",")
+    if len(parts) > 20 or not all(part.isascii() and part.isdigit() and 1 <= int(part[:4]) <= 100 for part in parts):
+        raise CommandError(
+            f"--alert can't be {text!r}: it is percentages such as 50,80,100, or none, or default.", Exit.USAGE
+        )
+    return [int(part) for part in parts]
 
 
 def _budget_text(row: dict[str, Any]) -> str:

@@ -122,6 +122,7 @@ def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Ap
             "AWS_SECRET_ACCESS_KEY": s3.secret_key,
             "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
             "BATCHSVC_MAX_INPUT_BYTES": str(24 * 1024 * 1024),
+            "BATCHSVC_EGRESS_ALLOW": "127.0.0.0/8",
         }
     )
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())

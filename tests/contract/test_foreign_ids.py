@@ -21,8 +21,9 @@ from tests.contract.conftest import Api
 from tests.contract.test_http import _flat, envelope, upload
 from tests.dispatchers import NullDispatcher
 
-OWNED = {"file_id", "batch_id", "quote_id"}  # parameters of a path that name what one project owns
+OWNED = {"file_id", "batch_id", "quote_id", "webhook_endpoint_id"}  # in paths: what one project owns
 SHARED = {"name"}  # names of models: the same for all projects
+WITHIN = {"custom_id"}  # what names something inside of what is owned
 ADMIN_ONLY = {"key_id", "project", "batch_id"}  # what the deployment's admin key alone may name, under /v1/admin
 REFERENCES = {  # in query or body
     ("/v1/files", "after"),
@@ -30,6 +31,8 @@ REFERENCES = {  # in query or body
     ("/v1/batches", "input_file_id"),
     ("/v1/batches", "quote_id"),
     ("/v1/batches/quote", "input_file_id"),
+    ("/v1/webhook_endpoints", "after"),
+    ("/v1/webhook_endpoints/{webhook_endpoint_id}/deliveries", "after"),
 }
 OPEN = {"/livez", "/readyz", "/metrics"}
 TRICKS = (
@@ -83,19 +86,23 @@ def theirs(api: Api) -> dict[str, str]:
     file = upload(api).json()["id"]
     body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     quote = api.call("POST", "/v1/batches/quote", json={"input_file_id": file}).json()["id"]
-    return {"file_id": file, "quote_id": quote, "batch_id": api.call("POST", "/v1/batches", json=body).json()["id"]}
+    hook = {"name": "n", "url": "http://127.0.0.1:9/", "event_types": ["batch.completed"]}
+    endpoint = api.call("POST", "/v1/webhook_endpoints", json=hook).json()["id"]
+    batch = api.call("POST", "/v1/batches", json=body).json()["id"]
+    return {"file_id": file, "quote_id": quote, "batch_id": batch, "webhook_endpoint_id": endpoint}
 
 
 def look(api: Api, theirs: dict[str, str]) -> list[dict[str, Any]]:
     """What the owner sees, to be compared before and after."""
     ones = [f"{kind}/{theirs[name]}" for kind, name in (("files", "file_id"), ("batches", "batch_id"))]
-    paths = [*ones, f"batches/quote/{theirs['quote_id']}", "files", "batches"]
+    hook = f"webhook_endpoints/{theirs['webhook_endpoint_id']}"
+    paths = [*ones, f"batches/quote/{theirs['quote_id']}", hook, f"{hook}/deliveries", "files", "batches"]
     return [api.call("GET", f"/v1/{path}").json() for path in paths]
 
 
 def test_every_parameter_is_known(api: Api) -> None:
     for route in routes(api):
-        known = ADMIN_ONLY | SHARED if route.template.startswith("/v1/admin/") else OWNED | SHARED
+        known = ADMIN_ONLY | SHARED if route.template.startswith("/v1/admin/") else OWNED | SHARED | WITHIN
         assert route.parameters <= known, f"{route.template}: say above whom its parameters belong to"
         for argument in route.arguments:
             if argument == "after" or argument.endswith("_id"):
@@ -106,6 +113,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
     _, key = api.new_project()
     before = look(api, theirs)
     never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24, "quote_id": "quote_" + "0" * 24}
+    never["webhook_endpoint_id"] = "we_" + "0" * 24
     walked = 0
     for route in routes(api):
         if not route.parameters & OWNED or route.template.startswith("/v1/admin/"):
@@ -120,7 +128,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
         assert answers[0] == answers[1], "an id of others looks like one that never was"
         walked += 1
     assert walked >= 5
-    for listing in ("/v1/files", "/v1/batches"):
+    for listing in ("/v1/files", "/v1/batches", "/v1/webhook_endpoints"):
         assert api.call("GET", listing, key).json()["data"] == []
         for id_ in theirs.values():
             assert envelope(api.call("GET", f"{listing}?after={id_}", key), 400)["param"] == "after"
@@ -152,7 +160,7 @@ def test_odd_spellings_of_an_id_reach_nothing(api: Api, theirs: dict[str, str]) 
     for route in routes(api):
         if not route.parameters & OWNED or route.template.startswith("/v1/admin/"):
             continue
-        (parameter,) = route.parameters
+        (parameter,) = route.parameters - WITHIN
         id_ = theirs[parameter]
         for odd in (
             f"..%2f{id_}",

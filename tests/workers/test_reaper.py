@@ -203,3 +203,16 @@ def test_garbage_waits_for_its_time(world: World) -> None:
         world.db.run(lambda session, key=key, grace_s=grace_s: garbage_queries.discard(session, [key], grace_s=grace_s))
     reaper(world, Line()).tick()
     assert world.store.head("g/now") is None and world.store.head("g/later") is not None
+
+
+def test_a_tick_wakes_the_courier_and_does_none_of_its_work(sqlite_world: World) -> None:
+    woken: list[bool] = []
+    world = sqlite_world
+    Reaper(
+        *(world.settings, world.db, world.store, Line()),
+        plan=woken.append,
+        finalize=woken.append,
+        quote=woken.append,
+        wake_courier=lambda: woken.append(True),
+    ).tick()
+    assert woken == [True]

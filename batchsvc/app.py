@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy.orm import Session
 
 import batchsvc.accounts.routes
+import batchsvc.batches.explain_routes
 import batchsvc.batches.model_routes
 import batchsvc.batches.quote_routes
 import batchsvc.batches.routes
@@ -81,6 +82,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         app.include_router(module.routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
+    app.include_router(batchsvc.batches.explain_routes.router)
     app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)

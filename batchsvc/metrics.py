@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchsvc.batches import finalize_queries, queries, scaling_queries
+from batchsvc.batches import finalize_queries, queries, reconcile_sample, scaling_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
@@ -33,6 +33,7 @@ class SqlGauges(Collector):
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
             damaged = finalize_queries.damaged_parts(session)
+            added_up, differences = reconcile_sample.counts(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
@@ -52,6 +53,12 @@ class SqlGauges(Collector):
         yield from (batches, units, backlog, live)
         yield CounterMetricFamily(
             "batchsvc_parts_damaged", "Results found missing or damaged, whose lines were run again.", value=damaged
+        )
+        yield CounterMetricFamily(
+            "batchsvc_batches_reconciled", "Ended batches that the reaper has added up again.", value=added_up
+        )
+        yield CounterMetricFamily(
+            "batchsvc_reconcile_differences", "Numbers that differed when batches were added up.", value=differences
         )
 
 

@@ -64,12 +64,16 @@ class Engine:
         text: TextModel | None = None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
+        self._weight_bytes = self._block_bytes = 0
         if runner is None:
             from engine.runner import ModelRunner
 
             text = text or load_text(config.model)
             text.tokenizer.token_bytes(0)  # makes the table of all tokens, which the first answer would wait for
-            runner = ModelRunner(config, say)
+            model_runner = ModelRunner(config, say)
+            runner, memory = model_runner, model_runner.memory
+            self._weight_bytes = memory.weight_bytes
+            self._block_bytes = memory.kv_bytes // max(runner.num_blocks, 1)
         self._runner = runner
         self._text = text
         self._vocab_size, self._context_tokens = runner.vocab_size, runner.context_tokens
@@ -166,6 +170,9 @@ class Engine:
             preemptions=counters.preemptions,
             mean_running=counters.chunks / max(counters.steps, 1),
             shortages=counters.shortages,
+            weight_bytes=self._weight_bytes,
+            block_bytes=self._block_bytes,
+            read_blocks=counters.read_blocks,
         )
 
     def close(self) -> None:

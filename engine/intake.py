@@ -18,7 +18,9 @@ from engine.request import Completion, Expectation, FinishReason, Request, StepO
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot. Token counts are totals since the start; `computed_tokens` counts all work, recomputed or not.
-    `shortages` are steps for which memory didn't suffice and that were done again in smaller ones."""
+    `shortages` are steps for which memory didn't suffice and that were done again in smaller ones.
+    `read_blocks` counts KV blocks in use, once a step; `weight_bytes` and `block_bytes` are what a step reads of the
+    weights and what a KV block takes."""
 
     waiting: int
     running: int
@@ -32,6 +34,9 @@ class EngineStats:
     preemptions: int
     mean_running: float
     shortages: int = 0
+    weight_bytes: int = 0
+    block_bytes: int = 0
+    read_blocks: int = 0
 
 
 def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> RequestError | None:

@@ -78,6 +78,7 @@ class Pump:
         self, engine: EngineLike, *, waiting_requests: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
         self.failure: str | None = None
+        self.busy_s = 0.0  # that the engine was stepping
         self._engine = engine
         self._sources: list[Source] = []
         self._waiting_requests = waiting_requests
@@ -180,7 +181,9 @@ class Pump:
                 self._work.wait(_LOOK_S)
                 self._work.clear()
                 continue
+            began_s = monotonic_s()
             output = self._engine.step()
+            self.busy_s += monotonic_s() - began_s
             with self._lock:
                 self._note(output)
             if output.completions:

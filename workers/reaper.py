@@ -14,6 +14,7 @@ Each step is a short transaction that is right to repeat and right to run in sev
     budgets     and so do those that waited for money
     tickets     a model's queue is as long as it has claimable units
     webhooks    the courier's thread is woken, which sends what is due
+    money       now and then a batch that has ended is added up again, by code of its own
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
 If Redis doesn't answer, or takes no messages, planning and finalizing are done here, one after the other: slower, but
@@ -45,11 +46,13 @@ from batchsvc.batches import (
     quota_queries,
     quote_queries,
     reaper_queries,
+    reconcile_sample,
     repair_queries,
     unit_queries,
     worker_queries,
 )
 from batchsvc.batches.offpeak import Night
+from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
@@ -67,6 +70,7 @@ _POISON_AT_ONCE = 8
 _HINTS_IN_VAIN = 6  # messages about a batch that changed nothing: then they get lost, and it is done here
 _LEAST_WAIT_S = 0.05
 _AUDIT_LEAST_S = 3_600.0
+_DIFFERENCES_LOGGED = 10
 _DEAD_LEASES = 10  # leases of silence after which a worker's row is forgotten
 
 log = structlog.get_logger(__name__)
@@ -100,6 +104,7 @@ class Reaper:
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
         self._audit_period_s = settings.garbage_grace_s / 4
         self._next_audit_s = monotonic_s() + self._audit_period_s
+        self._next_sample_s = monotonic_s() + settings.reconcile_s
         self._unsure_until_s = 0.0
         self._plan_hints: Counter[str] = Counter()
         self._finalize_hints: Counter[str] = Counter()
@@ -135,6 +140,7 @@ class Reaper:
             self._files,
             self._garbage,
             self._audit_now_and_then,
+            self._reconcile_now_and_then,
         )
         failpoints.reach("reaper.ticked")
         for step in steps:
@@ -148,6 +154,23 @@ class Reaper:
     def audit(self) -> int:
         """Delete old objects that nobody refers to; see garbage.py."""
         return self._garbage_collector.audit()
+
+    def reconcile(self, period_s: float = 0) -> None:
+        """Add up a batch that ended lately, if for `period_s` nobody has done so."""
+        with self._db.reading() as session:
+            batch_id = reconcile_sample.next_batch(session, period_s)
+        if batch_id is None:
+            return
+        auditor = Auditor(self._settings.database_url, self._store)
+        try:
+            report = auditor.batch(batch_id, self._stopped.is_set)
+        finally:
+            auditor.close()
+        if report is None or self._stopped.is_set():
+            return
+        for difference in report.differences[:_DIFFERENCES_LOGGED]:
+            log.error("batch.differs", batch=batch_id, difference=str(difference), of=report.num_differences)
+        self._db.run(lambda session: reconcile_sample.note(session, batch_id, report))
 
     def _run(self) -> None:
         while not self._stopped.wait(self._wait_s()):
@@ -301,6 +324,12 @@ class Reaper:
             self._next_audit_s = monotonic_s() + self._audit_period_s
             if deleted := self.audit():
                 log.info("store.audited", deleted=deleted)
+
+    def _reconcile_now_and_then(self) -> None:
+        period_s = self._settings.reconcile_s
+        if period_s and monotonic_s() >= self._next_sample_s:
+            self._next_sample_s = monotonic_s() + period_s
+            self.reconcile(period_s)
 
 
 def _expire_unplanned(session: Session) -> list[str]:

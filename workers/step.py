@@ -233,7 +233,8 @@ class EngineRun:
     def _beat(self) -> Beat:
         stats = self._engine.stats()
         shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-        return Beat(self._units.is_draining, {**shown, "units": self._units.num_live()})
+        shown |= {"units": self._units.num_live(), "busy_ms": round(1000 * self._pump.busy_s)}
+        return Beat(self._units.is_draining, shown)
 
 
 def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:

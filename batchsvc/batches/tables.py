@@ -311,6 +311,18 @@ class Worker(Base):
     stats: Mapped[dict[str, Any] | None] = mapped_column(Json)
 
 
+class Reconciliation(Base):
+    """An ended batch that the reaper has added up again, and how many numbers differed."""
+
+    __tablename__ = "reconciliations"
+    __table_args__ = (Index("ix_reconciliations_checked", "checked_ms"),)
+
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"), primary_key=True)
+    checked_ms: Mapped[Millis]
+    num_differences: Mapped[Count]
+    first: Mapped[str | None] = mapped_column(String(500))  # the first difference, in words
+
+
 class Garbage(Base):
     """An object that nobody needs after `not_before_ms`; the reaper deletes it."""
 

@@ -19,8 +19,10 @@ from batchsvc.cli import (
     serve,
     statement,
     usage,
+    webhooks,
 )
 from batchsvc.cli.exits import help_table
+from batchsvc.cli.explain import explain
 from batchsvc.cli.quote import quote
 from batchsvc.cli.reconcile import reconcile
 from batchsvc.cli.run import run
@@ -70,6 +72,7 @@ app.command()(doctor.doctor)
 app.command()(usage.usage)
 app.command()(usage.costs)
 app.command()(statement.statement)
+app.command()(explain)
 app.command()(reconcile)
 app.command()(movements.topup)
 app.command()(movements.payment)
@@ -82,3 +85,4 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(operate.app, name="admin")
 app.add_typer(invoice.app, name="invoice")
 app.add_typer(prices.app, name="prices")
+app.add_typer(webhooks.app, name="webhooks")

@@ -62,6 +62,7 @@ class Counters:
     output_tokens: int = 0
     preemptions: int = 0
     shortages: int = 0
+    read_blocks: int = 0
 
 
 class _Share(NamedTuple):
@@ -210,6 +211,7 @@ class Scheduler:
         self._next_step += 1
         self.counters.steps += 1
         self.counters.chunks += len(chunks)
+        self.counters.read_blocks += self._pool.num_used
         self.counters.computed_tokens += budget.spent_tokens
         return plan
 

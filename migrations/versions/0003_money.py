@@ -113,6 +113,18 @@ def upgrade() -> None:
 
     _create_invoices()
 
+    # what the reaper has added up again
+    op.create_table(
+        "reconciliations",
+        sa.Column("batch_id", sa.String(64), nullable=False),
+        sa.Column("checked_ms", BIG, nullable=False),
+        sa.Column("num_differences", BIG, nullable=False),
+        sa.Column("first", sa.String(500), nullable=True),
+        sa.ForeignKeyConstraint(["batch_id"], ["batches.id"], name=op.f("fk_reconciliations_batch_id_batches")),
+        sa.PrimaryKeyConstraint("batch_id", name=op.f("pk_reconciliations")),
+    )
+    op.create_index("ix_reconciliations_checked", "reconciliations", ["checked_ms"])
+
     # last of all, when the tables are what they shall be: SQLite copies a table to alter it
     for table_name in APPEND_ONLY:
         _refuse_changes(table_name)
@@ -240,6 +252,7 @@ def _allow_changes(table: str) -> None:
 def downgrade() -> None:
     for table_name in APPEND_ONLY:
         _allow_changes(table_name)
+    op.drop_table("reconciliations")
     _drop_invoices()
     if op.get_bind().dialect.name != "sqlite":
         op.execute("DROP FUNCTION refuse_change()")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import openai
 import pytest
 
+from batchsvc.cli import main
 from batchsvc.webhooks import delivery_queries, queries
 from batchsvc.webhooks.service import MOST_ENDPOINTS
 from tests.contract.conftest import Api
@@ -90,3 +94,34 @@ def test_what_can_not_be_used_is_named(api: Api) -> None:
         assert envelope(api.call("POST", "/v1/webhook_endpoints", json=good | change), 400)["param"] == param
     made = [api.call("POST", "/v1/webhook_endpoints", json=good).status_code for _ in range(MOST_ENDPOINTS + 1)]
     assert made == [200] * MOST_ENDPOINTS + [400]
+
+
+def test_the_command_line(api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        target = ("--url", api.url, "--api-key", api.key)
+        monkeypatch.setattr(sys, "argv", ["batchsvc", "webhooks", *arguments, *target])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    with receiving() as receiver:
+        code, out = run("create", receiver.url)
+        assert code == 0 and out.strip().startswith("whsec_")
+        made = json.loads(run("list", "--json")[1])["data"][0]
+        assert made["name"] == "127.0.0.1" and "batch.at_risk" not in made["event_types"]
+        assert made["id"] in run("list")[1]
+        every = json.loads(run("create", HERE, "--events", "all", "--name", "x", "--json")[1])
+        assert "batch.at_risk" in every["event_types"] and every["signing_secret"]
+        assert run("test", made["id"]) == (0, f"{made['id']} answered 204 to batch.completed.\n")
+        receiver.statuses = [500]
+        assert run("test", made["id"], "--event", "batch.failed")[0] == 1
+        code, new = run("rotate", made["id"], "--keep-old")
+        assert code == 0 and run("test", made["id"])[0] == 0
+        got = receiver.received[-1]
+        assert got.unwrap(new.strip()) == got.unwrap(out.strip())
+    assert run("deliveries", made["id"]) == (
+        0,
+        "event  type  state  attempts  last answer  created  next attempt\n",
+    )
+    assert run("delete", made["id"])[0] == 0 and run("delete", made["id"])[0] != 0
+    assert run("create", "http://10.0.0.1/")[0] != 0 and run("create", HERE, "--events", "")[0] == 2

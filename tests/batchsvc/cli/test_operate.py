@@ -64,6 +64,10 @@ def test_an_operator_sets_weight_and_quota(door: Door, admin: Command) -> None:
     code, out, _ = admin("project", "p", "--budget", "none", "--postpaid", "--json")
     assert (json.loads(out)["budget_nanos"], json.loads(out)["is_prepaid"]) == (None, False)
     assert admin("project", "p", "--budget", "-1")[0] == 2
+    for given, kept in (("90,75", [90, 75]), ("none", []), ("default", None)):
+        code, out, _ = admin("project", "p", "--alert", given, "--json")
+        assert code == 0 and json.loads(out)["alert_percents"] == kept
+    assert admin("project", "p", "--alert", "0")[0] == admin("project", "p", "--alert", "50,,80")[0] == 2
     code, out, _ = admin("project", door.project_id, "--quota", "default", "--json")
     assert code == 0 and json.loads(out)["quota_tokens"] is None and json.loads(out)["weight"] == 3
     code, out, _ = admin("projects")

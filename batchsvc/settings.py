@@ -18,7 +18,6 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError
-from batchsvc.money import parse_dollars
 
 _SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
@@ -143,6 +142,7 @@ class Settings(BaseSettings):
 
     accelerator_cost_per_hour: str = Field(
         default="0",
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?$",
         description="what an hour of an engine worker costs in dollars: `batchsvc explain` shows the margin",
     )
     reconcile_s: float = Field(
@@ -204,14 +204,6 @@ class Settings(BaseSettings):
     @classmethod
     def _names_places(cls, value: str) -> str:
         Egress.parse(value)  # raises ValueError
-        return value
-
-    @field_validator("accelerator_cost_per_hour")
-    @classmethod
-    def _is_an_amount(cls, value: str) -> str:
-        nanos = parse_dollars(value)
-        if nanos is None or nanos < 0:
-            raise ValueError("it is an amount of dollars such as 2.50")
         return value
 
     @field_validator("seller_tax_rate")

@@ -7,6 +7,7 @@ import ast
 import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zstandard
 from sqlalchemy import CursorResult, text
 from sqlalchemy.exc import DBAPIError
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
 from batchsvc.batches import reconcile_sample
 from batchsvc.batches.lifecycle import Status
@@ -25,6 +27,7 @@ from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.billing import invoice_api, invoice_draft, invoice_service, movements
 from batchsvc.billing.invoice_schemas import ChangeParty
 from batchsvc.billing.month import Month
+from batchsvc.cli.app import app
 from batchsvc.clock import now_ms
 from batchsvc.db.session import Database
 from batchsvc.files.tables import File
@@ -305,6 +308,31 @@ def test_files_and_parts_that_are_gone_are_told_of(world: World) -> None:
     assert len(notes) == 2 and "its output file was deleted" in notes[0] and "were cleared away" in notes[1]
 
 
+# ---- the command
+
+
+def test_the_command_says_what_differs_and_exits_1(world: World) -> None:
+    batch_id = ended_batch(world)
+    settings = world.settings
+    env = {
+        "DATABASE_URL": settings.database_url,
+        "REDIS_URL": settings.redis_url,
+        "AWS_ENDPOINT_URL_S3": settings.s3_endpoint,
+        "AWS_ACCESS_KEY_ID": settings.s3_access_key,
+        "AWS_SECRET_ACCESS_KEY": settings.s3_secret_key,
+        "BATCHSVC_BUCKET": settings.bucket,
+    }
+    run = partial(CliRunner().invoke, app, env=env)
+    done = run(["reconcile", "--all", "--from-env"])
+    assert (done.exit_code, done.stdout.splitlines()[-1].split(": ")[1]) == (0, "no difference.")
+    PLACES["usage row"][0](world, batch_id)
+    done = run(["reconcile", "--batch", batch_id, "--from-env"])
+    assert done.exit_code == 1 and "off by +1" in done.stdout
+    shown = orjson.loads(run(["reconcile", "--from-env", "--json"]).stdout)
+    assert shown["is_equal"] is False and shown["num_differences"] == len(shown["differences"]) > 0
+    assert run(["reconcile", "--batch", "batch_x", "--from-env"]).exit_code != 0
+
+
 # ---- the reaper's sample
 
 
@@ -347,8 +375,8 @@ def test_it_cannot_write(world: World) -> None:
 
 
 def test_it_shares_nothing_with_what_writes() -> None:
-    """Of this project it imports its own files, the store and the errors, and so does whatever these import."""
-    may = {"batchsvc.errors", "batchsvc.store.s3", "batchsvc.settings"}
+    """Of this project it imports its own files and the store, and so does whatever these import."""
+    may = {"batchsvc.errors", "batchsvc.store.s3", "batchsvc.settings", "batchsvc.egress"}
     waiting, seen = ["batchsvc.batches.reconcile_run"], set()
     while waiting:
         name = waiting.pop()

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from batchsvc.batches import finalize_queries, queries, reconcile_sample, scaling_queries
+from batchsvc.batches import finalize_queries, queries, reconcile_sample_queries, scaling_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
@@ -33,7 +33,7 @@ class SqlGauges(Collector):
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
             damaged = finalize_queries.damaged_parts(session)
-            added_up, differences = reconcile_sample.counts(session)
+            added_up, differences = reconcile_sample_queries.counts(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:

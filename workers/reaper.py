@@ -46,7 +46,7 @@ from batchsvc.batches import (
     quota_queries,
     quote_queries,
     reaper_queries,
-    reconcile_sample,
+    reconcile_sample_queries,
     repair_queries,
     unit_queries,
     worker_queries,
@@ -158,7 +158,7 @@ class Reaper:
     def reconcile(self, period_s: float = 0) -> None:
         """Add up a batch that ended lately, if for `period_s` nobody has done so."""
         with self._db.reading() as session:
-            batch_id = reconcile_sample.next_batch(session, period_s)
+            batch_id = reconcile_sample_queries.next_batch(session, period_s)
         if batch_id is None:
             return
         auditor = Auditor(self._settings.database_url, self._store)
@@ -170,7 +170,7 @@ class Reaper:
             return
         for difference in report.differences[:_DIFFERENCES_LOGGED]:
             log.error("batch.differs", batch=batch_id, difference=str(difference), of=report.num_differences)
-        self._db.run(lambda session: reconcile_sample.note(session, batch_id, report))
+        self._db.run(lambda session: reconcile_sample_queries.note(session, batch_id, report))
 
     def _run(self) -> None:
         while not self._stopped.wait(self._wait_s()):

@@ -23,7 +23,7 @@ from batchsvc.batches.reconcile import (
     lines,
 )
 from batchsvc.batches.reconcile_ledger import compare_ledger
-from batchsvc.batches.reconcile_reader import Reader, Snapshot, decoded
+from batchsvc.batches.reconcile_queries import Reader, Snapshot, decoded
 from batchsvc.errors import NotFoundError
 from batchsvc.store.s3 import ObjectStore
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batchsvc.batches.reconcile import Report, share
-from batchsvc.batches.reconcile_reader import Reader, Snapshot, decoded
+from batchsvc.batches.reconcile_queries import Reader, Snapshot, decoded
 
 _PAGE = 100
 _KINDS = {"input_tokens": "input", "cached_input_tokens": "cached_input", "output_tokens": "output"}

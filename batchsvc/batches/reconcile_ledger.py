@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batchsvc.batches.reconcile import Report
-from batchsvc.batches.reconcile_reader import Reader, Snapshot
+from batchsvc.batches.reconcile_queries import Reader, Snapshot
 
 _UNBALANCED = (
     "SELECT t.key, COUNT(e.id) AS num, COALESCE(SUM(e.amount_nanos), 0) AS total FROM ledger_transactions t"

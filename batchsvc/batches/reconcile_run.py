@@ -8,7 +8,7 @@ from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_batch import BatchAudit
 from batchsvc.batches.reconcile_invoices import compare_invoices
 from batchsvc.batches.reconcile_ledger import compare_books
-from batchsvc.batches.reconcile_reader import Reader
+from batchsvc.batches.reconcile_queries import Reader
 from batchsvc.store.s3 import ObjectStore
 
 _PAGE = 200

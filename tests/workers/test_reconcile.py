@@ -19,10 +19,10 @@ from sqlalchemy.exc import DBAPIError
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from batchsvc.batches import reconcile_sample
+from batchsvc.batches import reconcile_sample_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.reconcile import Report
-from batchsvc.batches.reconcile_reader import Reader
+from batchsvc.batches.reconcile_queries import Reader
 from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.billing import invoice_api, invoice_draft, invoice_service, movements
 from batchsvc.billing.invoice_schemas import ChangeParty
@@ -353,7 +353,7 @@ def test_the_reaper_adds_up_what_has_ended(world: World) -> None:
         reaper.reconcile()
         reaper.reconcile(3600)  # too soon after the last one
         with world.db.reading() as session:
-            assert reconcile_sample.counts(session)[0] == 1
+            assert reconcile_sample_queries.counts(session)[0] == 1
         reaper.reconcile()
         reaper.reconcile()  # none is left
     errors = [entry for entry in logs if entry["event"] == "batch.differs"]

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import httpx
 
 from batchsvc.cli.exits import ApiError, CommandError, Exit
+from batchsvc.files.formats import SUFFIXES
 
 _PATIENCE_S = 60.0  # how long a read may fail before we give up: an API that crashed is back within seconds
 _CREATE_ATTEMPTS = 4
@@ -43,9 +44,10 @@ class Client:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def upload(self, path: Path, sent: Callable[[int], None]) -> dict[str, Any]:
-        """Upload an input file, streamed; `sent` gets the bytes read so far."""
+        """Upload an input file, streamed; `sent` gets the bytes read so far. Its name needs no ending of ours."""
+        name = path.name if path.name.lower().endswith(SUFFIXES) else f"{path.name}.jsonl"
         with path.open("rb") as file:
-            parts = {"file": (path.name, _Counted(file, sent), "application/octet-stream")}
+            parts = {"file": (name, _Counted(file, sent), "application/octet-stream")}
             return self._json("POST", "/files", data={"purpose": "batch"}, files=parts, timeout=600.0)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import merge, outcome, served
+from batchsvc.cli import merge, outcome, served, table_output
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import ENDED, follow
@@ -24,8 +24,23 @@ from batchsvc.cli.options import (
     KeyOption,
     UrlOption,
 )
+from batchsvc.cli.prompt import (
+    IdColumnOption,
+    MaxTokensOption,
+    Prompting,
+    PromptOption,
+    SchemaOption,
+    StaticFirstOption,
+    SystemOption,
+    TemperatureOption,
+    requests_of,
+    schema_of,
+)
 from batchsvc.cli.run import (
     DEFAULT_WINDOW,
+    ENDPOINT,
+    FileArgument,
+    InputOption,
     MaxCostOption,
     ModelOption,
     NameOption,
@@ -37,6 +52,7 @@ from batchsvc.cli.run import (
     check_output,
     chosen_input,
     extensions,
+    line_model,
     model_to_serve,
     start,
 )
@@ -48,10 +64,17 @@ _CANCEL_S = 10.0
 
 
 def submit(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
-    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    file: FileArgument = None,
+    input_file: InputOption = None,
     name: NameOption = None,
     model: ModelOption = None,
+    prompt: PromptOption = None,
+    system: SystemOption = None,
+    id_column: IdColumnOption = None,
+    schema: SchemaOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    static_first: StaticFirstOption = False,
     skip_invalid: SkipOption = False,
     window: WindowOption = DEFAULT_WINDOW,
     priority: PriorityOption = 0,
@@ -68,23 +91,36 @@ def submit(
     source = chosen_input(file, input_file)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    named = model or model_to_serve(target, source)
-    is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
-    with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
-        wishes = extensions(
-            window=window,
-            priority=priority,
-            on_quota=on_quota,
-            max_cost=max_cost,
-            skip_invalid=skip_invalid,
-            quote=quote,
-        )
-        batch = start(session, console, source, name=name, model=model, wishes=wishes, results=None)
-        console.out(batch["id"])
-        console.result(batch)
-        if session.is_own:
-            flags = target.flags()
-            console.say(f"It waits until a stack runs: `batchsvc up{flags}` or `batchsvc watch {batch['id']}{flags}`.")
+    prompting = Prompting(
+        prompt=prompt,
+        system=system,
+        id_column=id_column,
+        schema=schema,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        static_first=static_first,
+    )
+    wishes = extensions(
+        window=window,
+        priority=priority,
+        on_quota=on_quota,
+        max_cost=max_cost,
+        skip_invalid=skip_invalid,
+        quote=quote,
+    )
+    with requests_of(
+        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
+    ) as requests:
+        named = model or model_to_serve(target, requests)
+        is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
+        with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
+            batch = start(session, console, requests, name=name, model=model, wishes=wishes, results=None, label=source)
+            console.out(batch["id"])
+            console.result(batch)
+            if session.is_own:
+                flags = target.flags()
+                watch_it = f"`batchsvc watch {batch['id']}{flags}`"
+                console.say(f"It waits until a stack runs: `batchsvc up{flags}` or {watch_it}.")
 
 
 def watch(
@@ -169,8 +205,16 @@ def show(
 def results(
     batch_id: BatchArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="F", help="Write to F instead of standard output.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="F", help="Write to F: JSONL, or a table (.parquet, .csv, .tsv)."),
     ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE", help="Write a table: beside the rows of FILE, which the batch was run on."
+        ),
+    ] = None,
+    schema: SchemaOption = None,
     allow_errors: AllowErrorsOption = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
@@ -183,14 +227,25 @@ def results(
     """
     console = Console(as_json=as_json)
     allowed_errors(allow_errors, 0)
+    is_table = table is not None or schema is not None
+    if is_table and output is None:
+        raise CommandError("--input and --schema make a table: name its file with -o.", Exit.USAGE)
+    if table is not None:
+        table = chosen_input(table, None)
+    schema_of(schema)
     if output is not None:
-        check_output(output, None)
+        table_output.check_name(output)
+        is_table = is_table or table_output.is_table(output)
+        check_output(output, table)
     with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="results") as session:
         batch = session.client.batch(batch_id)
         if batch["status"] not in ENDED:
             raise CommandError(f"{batch_id} is {batch['status']}: `batchsvc watch {batch_id}` waits for its end.")
         if batch["status"] == "failed":
             outcome.tell_problems(batch, console)
+        elif output is not None and is_table:
+            count = table_output.write_table(session.client, batch, output, source=table, schema=schema)
+            console.say(f"{count:,} rows are in {output}.")
         elif output is not None:
             count = merge.write_results(session.client, batch, output)
             console.say(f"{count:,} lines are in {output}.")

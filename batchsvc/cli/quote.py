@@ -14,13 +14,27 @@ from batchsvc.cli.client import Client
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit
 from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.prompt import (
+    IdColumnOption,
+    MaxTokensOption,
+    Prompting,
+    PromptOption,
+    SchemaOption,
+    StaticFirstOption,
+    SystemOption,
+    TemperatureOption,
+    requests_of,
+)
 from batchsvc.cli.run import (
     DEFAULT_WINDOW,
     ENDPOINT,
+    FileArgument,
+    InputOption,
     ModelOption,
     SkipOption,
     WindowOption,
     chosen_input,
+    line_model,
     model_to_serve,
     upload_progress,
 )
@@ -34,9 +48,16 @@ _BOUNDS = ("low", "expected", "high")
 
 
 def quote(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
-    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    file: FileArgument = None,
+    input_file: InputOption = None,
     model: ModelOption = None,
+    prompt: PromptOption = None,
+    system: SystemOption = None,
+    id_column: IdColumnOption = None,
+    schema: SchemaOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    static_first: StaticFirstOption = False,
     skip_invalid: SkipOption = False,
     window: WindowOption = DEFAULT_WINDOW,
     sample: Annotated[
@@ -56,21 +77,33 @@ def quote(
     source = chosen_input(file, input_file)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    named = model or model_to_serve(target, source)
-    is_ours = named is None or names_itself(named)
-    with opened(target, console, roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
-        wishes: dict[str, Any] = {
-            "endpoint": ENDPOINT,
-            "completion_window": window,
-            "on_invalid": "skip" if skip_invalid else "fail",
-        }
-        wishes |= {name: value for name, value in (("model", model), ("sample", sample)) if value}
-        try:
-            found = _asked(session.client, console, source, wishes)
-        except ApiError as error:
-            if error.status in (400, 413, 415, 422):
-                raise CommandError(error.message, Exit.REFUSED) from error
-            raise
+    prompting = Prompting(
+        prompt=prompt,
+        system=system,
+        id_column=id_column,
+        schema=schema,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        static_first=static_first,
+    )
+    wishes: dict[str, Any] = {
+        "endpoint": ENDPOINT,
+        "completion_window": window,
+        "on_invalid": "skip" if skip_invalid else "fail",
+    }
+    wishes |= {name: value for name, value in (("model", model), ("sample", sample)) if value}
+    with requests_of(
+        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
+    ) as requests:
+        named = model or model_to_serve(target, requests)
+        is_ours = named is None or names_itself(named)
+        with opened(target, console, roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
+            try:
+                found = _asked(session.client, console, requests, wishes)
+            except ApiError as error:
+                if error.status in (400, 413, 415, 422):
+                    raise CommandError(error.message, Exit.REFUSED) from error
+                raise
     console.result(found)
     if found["status"] == "failed":
         outcome.tell_problems(found, console, all_by=f"batchsvc quote {source} --json")

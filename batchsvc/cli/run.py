@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,11 +12,23 @@ from typing import Annotated, Any, Literal
 import orjson
 import typer
 
-from batchsvc.cli import attach, merge, outcome, served
+from batchsvc.cli import attach, merge, outcome, served, table_output
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
 from batchsvc.cli.options import AllowErrorsOption, DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.prompt import (
+    IdColumnOption,
+    MaxTokensOption,
+    Prompting,
+    PromptOption,
+    SchemaOption,
+    StaticFirstOption,
+    SystemOption,
+    TemperatureOption,
+    requests_of,
+    schema_of,
+)
 from batchsvc.cli.target import Session, Target, absolute_model, opened, select
 from batchsvc.stack.options import ALL, DEFAULT_MODEL
 
@@ -46,18 +59,35 @@ MaxCostOption = Annotated[
     str | None,
     typer.Option("--max-cost", metavar="DOLLARS", help="The most that it may cost; the rest ends as error lines."),
 ]
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="Requests, or with --prompt any table: JSONL, Parquet or CSV; plain, gz, zst."),
+]
+InputOption = Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")]
 DEFAULT_WINDOW = "24h"
 
 
 def run(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Requests, JSONL or Parquet.")] = None,
-    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None,
+    file: FileArgument = None,
+    input_file: InputOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="F", help="Results (default: FILE's name with .results.jsonl, here)."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="F",
+            help="Results: JSONL, or a table (.parquet, .csv). Default: FILE's name with .results.jsonl, here.",
+        ),
     ] = None,
     name: NameOption = None,
     model: ModelOption = None,
+    prompt: PromptOption = None,
+    system: SystemOption = None,
+    id_column: IdColumnOption = None,
+    schema: SchemaOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    static_first: StaticFirstOption = False,
     skip_invalid: SkipOption = False,
     window: WindowOption = DEFAULT_WINDOW,
     priority: PriorityOption = 0,
@@ -78,43 +108,87 @@ def run(
     console = Console(as_json=as_json)
     source = chosen_input(file, input_file)
     allowed_errors(allow_errors, 0)  # a wrong form is told before anything is paid for
-    path = output or Path(source.stem + ".results.jsonl")
-    check_output(path, source)
+    prompting = Prompting(
+        prompt=prompt,
+        system=system,
+        id_column=id_column,
+        schema=schema,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        static_first=static_first,
+    )
+    goal = _Goal.of(source, output, prompting)
+    check_output(goal.path, source)
     model = absolute_model(model) if model else None
     target = select(data_dir, url, api_key, os.environ)
-    needed = model or model_to_serve(target, source)
-    with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
-        batch: dict[str, Any] | None = None
-        try:
-            wishes = extensions(
-                window=window,
-                priority=priority,
-                on_quota=on_quota,
-                max_cost=max_cost,
-                skip_invalid=skip_invalid,
-                quote=quote,
-            )
-            batch = start(session, console, source, name=name, model=model, wishes=wishes, results=path)
-            before, started = batch, time.monotonic()
-            batch = follow(session.client, batch, console, check=partial(served.check, session))
-            elapsed_s = time.monotonic() - started
-            if batch["status"] == "failed":
-                outcome.tell_problems(batch, console)
-            else:
-                _fetch(session, batch, path)
-                outcome.summary(batch, console, results=str(path), elapsed_s=elapsed_s, before=before)
-        except KeyboardInterrupt:
-            raise CommandError(_interrupted(session, batch, path, needed), Exit.INTERRUPTED) from None
-        console.result(batch)
+    wishes = extensions(
+        window=window,
+        priority=priority,
+        on_quota=on_quota,
+        max_cost=max_cost,
+        skip_invalid=skip_invalid,
+        quote=quote,
+    )
+    with requests_of(
+        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
+    ) as requests:
+        needed = model or model_to_serve(target, requests)
+        with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
+            batch: dict[str, Any] | None = None
+            try:
+                batch = start(
+                    session, console, requests, name=name, model=model, wishes=wishes, results=goal.path, label=source
+                )
+                before, started = batch, time.monotonic()
+                batch = follow(session.client, batch, console, check=partial(served.check, session))
+                elapsed_s = time.monotonic() - started
+                if batch["status"] == "failed":
+                    outcome.tell_problems(batch, console)
+                else:
+                    _fetch(session, batch, goal)
+                    outcome.summary(batch, console, results=str(goal.path), elapsed_s=elapsed_s, before=before)
+            except KeyboardInterrupt:
+                raise CommandError(_interrupted(session, batch, goal, needed), Exit.INTERRUPTED) from None
+            console.result(batch)
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
 
-def _fetch(session: Session, batch: dict[str, Any], path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """Where the results go, and, where they become a table, beside which rows."""
+
+    path: Path
+    table: Path | None
+    prompting: Prompting
+
+    @classmethod
+    def of(cls, source: Path, output: Path | None, prompting: Prompting) -> _Goal:
+        has_prompt = prompting.prompt is not None
+        path = output or (table_output.default_path(source) if has_prompt else Path(source.stem + ".results.jsonl"))
+        table_output.check_name(path)
+        schema_of(prompting.schema)
+        is_table = has_prompt or prompting.schema is not None or table_output.is_table(path)
+        return cls(path, source if is_table else None, prompting)
+
+    def flags(self) -> str:
+        """What `batchsvc results` needs to write the same."""
+        return f" -o {self.path}" + (self.prompting.flags(self.table) if self.table else "")
+
+
+def _fetch(session: Session, batch: dict[str, Any], goal: _Goal) -> None:
     try:
-        merge.write_results(session.client, batch, path)
+        if goal.table is None:
+            merge.write_results(session.client, batch, goal.path)
+        else:
+            table_output.write_table(session.client, batch, goal.path, source=goal.table, schema=goal.prompting.schema)
     except CommandError as error:
-        again = f"batchsvc results {batch['id']} -o {path}{session.target.flags()}"
+        again = f"batchsvc results {batch['id']}{goal.flags()}{session.target.flags()}"
         raise CommandError(f"{error.message} The results are kept: `{again}`.", error.code) from error
+
+
+def line_model(model: str | None) -> str | None:
+    """What requests that are filled in name as their model: none, where the batch names one."""
+    return DEFAULT_MODEL if model is None else None
 
 
 def start(
@@ -126,8 +200,10 @@ def start(
     model: str | None,
     wishes: dict[str, Any],
     results: Path | None,
+    label: Path | None = None,
 ) -> dict[str, Any]:
-    """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it does."""
+    """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it does;
+    `label`: what the user calls the input."""
     if model:
         console.say(f"Every line runs on {model}: --model overrides the model that the file names.")
     sha256 = attach.sha256_of(source)
@@ -144,7 +220,7 @@ def start(
             console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
             return found
     try:
-        return _create(session, console, source, sha256=sha256, name=name, model=model, wishes=wishes)
+        return _create(session, console, source, sha256=sha256, name=name, model=model, wishes=wishes, label=label)
     except ApiError as error:
         if error.status in (400, 413, 415, 422):
             raise CommandError(error.message, Exit.REFUSED) from error
@@ -177,6 +253,7 @@ def _create(
     name: str | None,
     model: str | None,
     wishes: dict[str, Any],
+    label: Path | None,
 ) -> dict[str, Any]:
     uploaded = session.client.upload(source, upload_progress(console, source.stat().st_size))
     metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
@@ -188,7 +265,7 @@ def _create(
     }
     body |= {key: value for key, value in (("name", name), ("model", model)) if value}
     batch = session.client.create_batch(body)
-    console.say(f"{source} is batch {batch['id']}.")
+    console.say(f"{label or source} is batch {batch['id']}.")
     return batch
 
 
@@ -200,7 +277,7 @@ def chosen_input(file: Path | None, input_file: Path | None) -> Path:
     assert source is not None, "one of the two was given"
     try:
         if source.is_dir():
-            raise CommandError(f"{source} is a directory: name a JSONL or Parquet file.", Exit.USAGE)
+            raise CommandError(f"{source} is a directory: name a JSONL, Parquet or CSV file.", Exit.USAGE)
         with source.open("rb") as opened_file:
             first = opened_file.read(1)
     except FileNotFoundError:
@@ -256,7 +333,7 @@ def upload_progress(console: Console, total: int) -> Any:
     return sent
 
 
-def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path, needed: str | None) -> str:
+def _interrupted(session: Session, batch: dict[str, Any] | None, goal: _Goal, needed: str | None) -> str:
     if batch is None:
         return "Interrupted before a batch was created: nothing runs and nothing is paid."
     flags = session.target.flags()
@@ -268,5 +345,5 @@ def _interrupted(session: Session, batch: dict[str, Any] | None, path: Path, nee
         )
     return (
         f"Detached: {batch['id']} goes on. Repeat the command to pick it up, or use "
-        f"`batchsvc watch {batch['id']}{flags}` and `batchsvc results {batch['id']} -o {path}{flags}`."
+        f"`batchsvc watch {batch['id']}{flags}` and `batchsvc results {batch['id']}{goal.flags()}{flags}`."
     )

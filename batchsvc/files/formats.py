@@ -11,6 +11,8 @@ HEAD_BYTES = 64 * 1024
 BATCH_COLUMNS = ("custom_id", "body")
 """What a table in batch form has."""
 MAX_COLUMNS = 10_000
+SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".gz", ".zst")
+"""What the name of an upload may end in; what is in it is told by its bytes."""
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 _SKIPPABLE = b"\x2a\x4d\x18"  # after one byte 0x50 to 0x5f: a zstd frame of somebody's own

@@ -11,13 +11,13 @@ from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import queries
+from batchsvc.files.formats import SUFFIXES
 from batchsvc.files.tables import File
 from batchsvc.http.paging import PageArgs
 from batchsvc.store import keys
 
 PURPOSE = "batch"
 RESULT_PURPOSE = "batch_output"
-SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 MIN_LIFE_S, MAX_LIFE_S = 3_600, 2_592_000
 _FILENAME_BYTES = 255
 _EXPIRE_AT_ONCE = 100

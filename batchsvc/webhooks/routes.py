@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.egress import Egress
-from batchsvc.errors import InvalidRequestError
+from batchsvc.errors import InvalidRequestError, UnavailableError
 from batchsvc.http.deps import ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.outbound import Outbound
@@ -17,6 +18,7 @@ from batchsvc.webhooks.events import EventType
 from batchsvc.webhooks.schemas import CreateEndpoint, RotateSecret, SendTest, UpdateEndpoint
 
 router = APIRouter(prefix="/v1")
+_TESTS = threading.BoundedSemaphore(4)  # receivers may be slow, and threads of the API are few
 EndpointPage = Annotated[PageArgs, Depends(page_args(default=20, most=100))]
 
 
@@ -86,8 +88,13 @@ def send_test(caller: CallerDep, context: ContextDep, webhook_endpoint_id: str, 
     """Send a sample event now, and say what the receiver answered."""
     with context.db.reading() as session:
         kind, sending = service.sample_sending(session, caller.project_id, webhook_endpoint_id, body.event_type)
+    if not _TESTS.acquire(blocking=False):
+        raise UnavailableError("Too many test events are being sent; try again in a moment.", code="busy")
     settings = context.settings
-    outcome = service.send(Outbound(Egress.parse(settings.egress_allow), settings.webhook_timeout_s), sending)
+    try:
+        outcome = service.send(Outbound(Egress.parse(settings.egress_allow), settings.webhook_timeout_s), sending)
+    finally:
+        _TESTS.release()
     if outcome.status is None:
         raise InvalidRequestError(f"The test event could not be sent: {outcome.error}.", code="webhook_test_failed")
     return schemas.tested_object(webhook_endpoint_id, kind, outcome.status)

@@ -77,9 +77,9 @@ class Report:
 
 def cost(rates: Mapping[str, int], input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
     """Nano-dollars of one line: one fraction, rounded once."""
-    at_full_price = Fraction((input_tokens - cached_tokens) * rates["input"], 1_000_000)
-    at_less = Fraction(cached_tokens * rates["cached_input"], 1_000_000)
-    return round(at_full_price + at_less + Fraction(output_tokens * rates["output"], 1_000_000))
+    uncached = input_tokens - cached_tokens
+    millionths = uncached * rates["input"] + cached_tokens * rates["cached_input"] + output_tokens * rates["output"]
+    return round(Fraction(millionths, 1_000_000))
 
 
 def share(tokens: int, rate_nanos: int) -> int:

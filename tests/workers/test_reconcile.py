@@ -62,6 +62,9 @@ def world(migrated_url: str, s3_server: servers.S3Server, bucket: str) -> Iterat
     db.dispose()
 
 
+on_sqlite = pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)  # of no interest on both
+
+
 def audit(world: World, batch_id: str | None = None) -> Report:
     auditor = Auditor(world.settings.database_url, world.store)
     try:
@@ -265,6 +268,7 @@ def test_a_running_batch_is_equal(world: World) -> None:
     equal(world)
 
 
+@on_sqlite
 def test_a_line_that_counts_twice_is_found(world: World) -> None:
     batch_id = world.add_batch(num_lines=2, unit_lines=2)
     run_units(world)
@@ -273,6 +277,7 @@ def test_a_line_that_counts_twice_is_found(world: World) -> None:
     assert any("times it was delivered" in str(found) for found in audit(world, batch_id).differences)
 
 
+@on_sqlite
 @pytest.mark.parametrize("why", [Status.CANCELLED, Status.EXPIRED])
 def test_lines_that_never_ran_are_no_difference(world: World, why: Status) -> None:
     batch_id = world.add_batch(num_lines=6, unit_lines=2)
@@ -285,6 +290,7 @@ def test_lines_that_never_ran_are_no_difference(world: World, why: Status) -> No
     equal(world)
 
 
+@on_sqlite
 def test_parts_that_were_taken_back_count_nowhere(world: World) -> None:
     batch_id = world.add_batch(num_lines=4, unit_lines=2)
     run_units(world)
@@ -298,6 +304,7 @@ def test_parts_that_were_taken_back_count_nowhere(world: World) -> None:
     assert "1 damaged parts were taken back" in equal(world, batch_id).notes[0]
 
 
+@on_sqlite
 def test_files_and_parts_that_are_gone_are_told_of(world: World) -> None:
     batch_id = ended_batch(world)
     file_id = world.batch(batch_id).output_file_id
@@ -311,6 +318,7 @@ def test_files_and_parts_that_are_gone_are_told_of(world: World) -> None:
 # ---- the command
 
 
+@on_sqlite
 def test_the_command_says_what_differs_and_exits_1(world: World) -> None:
     batch_id = ended_batch(world)
     settings = world.settings
@@ -336,6 +344,7 @@ def test_the_command_says_what_differs_and_exits_1(world: World) -> None:
 # ---- the reaper's sample
 
 
+@on_sqlite
 def test_the_reaper_adds_up_what_has_ended(world: World) -> None:
     batch_id, differs = ended_batch(world), ended_batch(world)
     change(world, "UPDATE batches SET cost_nanos = cost_nanos + 1 WHERE id = :batch", batch=differs)

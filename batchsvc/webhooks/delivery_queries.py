@@ -207,8 +207,7 @@ def forget_old(session: Session) -> int:
 
 def secrets_of(endpoint: WebhookEndpoint, now_ms: int) -> list[str]:
     """What signs now."""
-    lives = endpoint.old_secret is not None and (endpoint.old_secret_until_ms or 0) > now_ms
-    return [endpoint.secret, *([endpoint.old_secret] if lives and endpoint.old_secret else [])]
+    return [endpoint.secret, *(secret for secret, until_ms in endpoint.old_secrets if until_ms > now_ms)]
 
 
 def _held(session: Session, claimed: Claim) -> WebhookEndpoint | None:

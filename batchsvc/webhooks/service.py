@@ -23,6 +23,7 @@ from batchsvc.webhooks.tables import WebhookDelivery, WebhookEndpoint, WebhookEv
 
 MOST_ENDPOINTS = 50
 _KEEP_OLD_MS = 86_400_000
+_MOST_OLD = 4
 _AGENT = "batchsvc-webhooks/1"
 
 
@@ -48,8 +49,7 @@ def create(session: Session, project_id: str, body: CreateEndpoint) -> WebhookEn
         url=body.url,
         event_types=types,
         secret=signing.new_secret(),
-        old_secret=None,
-        old_secret_until_ms=None,
+        old_secrets=[],
         created_ms=now,
         updated_ms=now,
         failures=0,
@@ -103,10 +103,14 @@ def delete(session: Session, project_id: str, endpoint_id: str) -> None:
 
 
 def rotate(session: Session, project_id: str, endpoint_id: str, *, is_old_kept: bool) -> WebhookEndpoint:
-    """A new secret. The old one ends now, or signs beside it for a day, so that receivers can change over."""
+    """A new secret. The old one ends now, or signs beside it for a day, so that receivers can change over.
+
+    So does one that was kept before: who rotates again, because the answer was lost, doesn't end what receivers have.
+    """
     row = get(session, project_id, endpoint_id, is_locked=True)
     now = database_now_ms(session)
-    row.old_secret, row.old_secret_until_ms = (row.secret, now + _KEEP_OLD_MS) if is_old_kept else (None, None)
+    live = [kept for kept in row.old_secrets if kept[1] > now]
+    row.old_secrets = [[row.secret, now + _KEEP_OLD_MS], *live][:_MOST_OLD] if is_old_kept else []
     row.secret, row.updated_ms = signing.new_secret(), now
     session.flush()
     return row

@@ -22,8 +22,7 @@ class WebhookEndpoint(Base):
     url: Mapped[str] = mapped_column(String(2048))
     event_types: Mapped[list[Any]] = mapped_column(Json)
     secret: Mapped[str] = mapped_column(String(128))  # as it is: what signs can't be kept as a hash
-    old_secret: Mapped[str | None] = mapped_column(String(128))  # signs too,
-    old_secret_until_ms: Mapped[int | None] = mapped_column(BigInt)  # until then
+    old_secrets: Mapped[list[Any]] = mapped_column(Json)  # [[secret, until_ms]]: they sign too, until then
     created_ms: Mapped[Millis]
     updated_ms: Mapped[Millis]
     failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row

@@ -255,7 +255,7 @@ def _packer(raw: BinaryIO, packing: str) -> Any:
 
 def _csv_rows(rows: Iterable[Iterable[str]], delimiter: str) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text, delimiter=delimiter, lineterminator="\n").writerows(rows)
+    csv.writer(text, delimiter=delimiter, lineterminator="\r\n").writerows(rows)  # with "\n" it leaves "\r" unquoted
     return text.getvalue().encode()
 
 

@@ -70,6 +70,10 @@ class Decoding:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def pieces(self) -> Iterator[bytes]:
         """What the file decodes to. Raises UnreadableFileError when there comes no more, for a reason of the file."""
         return self._pieces

@@ -82,13 +82,14 @@ def unreadable(message: str, *, line: int | None = None) -> UnreadableFileError:
 def _gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
     engine, is_inside = zlib.decompressobj(wbits=31), False
     for chunk in chunks:
-        rest, is_inside = chunk, is_inside or bool(chunk.strip(b"\0"))
+        rest = chunk if is_inside else chunk.lstrip(b"\0")  # tapes and block devices pad with zeros
+        is_inside = is_inside or bool(rest)
         while rest:
             piece = engine.decompress(rest, _GZIP_PIECE_BYTES)
             yield piece
             rest = engine.unconsumed_tail
             if engine.eof:
-                rest = engine.unused_data.lstrip(b"\0")  # tapes and block devices pad with zeros
+                rest = engine.unused_data.lstrip(b"\0")
                 engine, is_inside = zlib.decompressobj(wbits=31), bool(rest)
             elif not rest and len(piece) == _GZIP_PIECE_BYTES:
                 yield from _held_back(engine)

@@ -78,7 +78,7 @@ def _compare_invoice(now: Snapshot, report: Report, row: dict[str, Any]) -> None
     report.compare(place, "net_nanos", row["net_nanos"], sum(line["amount_nanos"] for line in lines))
     gross = row["net_nanos"] + row["tax_nanos"] + row["rounding_nanos"]
     report.compare(place, "payable_nanos", row["payable_nanos"], gross)
-    if row["kind"] == "invoice" and row["status"] != "void":
+    if _bills_a_month(row) and row["status"] != "void":
         for project in decoded(row["projects"]):
             _compare_month(now, report, place, row, project["id"], lines)
     _compare_postings(now, report, place, row, lines)
@@ -118,7 +118,7 @@ def _compare_postings(
 ) -> None:
     number = row["number"]
     wanted: Counter[str] = Counter()
-    if row["kind"] == "invoice":
+    if _bills_a_month(row):
         projects = {line["project_id"] for line in lines}
         keys = [*(f"invoice:{number}:{project}" for project in projects), f"tax:{number}", f"rounding:{number}"]
         keys += [f"unbill:{key}" for key in keys]
@@ -133,6 +133,11 @@ def _compare_postings(
     for account in wanted.keys() | posted.keys():
         added = 0 if row["status"] == "void" else wanted[account]
         report.compare(f"{place} ledger", account, posted.get(account, 0), added)
+
+
+def _bills_a_month(row: dict[str, Any]) -> bool:
+    """A month in which more was given back than was used becomes a credit note that corrects no other document."""
+    return row["kind"] == "invoice" or row["corrects"] is None
 
 
 def _start_ms(year: int, month: int) -> int:

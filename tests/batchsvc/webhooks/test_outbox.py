@@ -152,6 +152,7 @@ def test_the_breaker_lets_a_broken_receiver_alone_and_one_success_closes_it(hook
     for _ in range(5):
         assert attempt(hooks, BROKEN) is not None
     assert attempt(hooks, BROKEN) is None, "three are due, and nothing is sent"
+    assert hooks.db.run(sql.num_due) == 0 and hooks.db.run(partial(sql.claim, owner="w", lease_s=30)) is None
     assert sum(len(delivery.attempts) for delivery in hooks.deliveries()) == 5
     hooks.set("webhook_endpoints", open_until_ms=1)
     assert attempt(hooks, BROKEN) is not None and attempt(hooks, BROKEN) is None, "one tells that it isn't back"

@@ -70,7 +70,7 @@ def write_table(client: Client, batch: dict[str, Any], path: Path, *, source: Pa
             else:
                 table = stack.enter_context(reading(source))
                 rows = ((found.lines, found.columns) for found in table.batches())
-                count = _write(path, partial, table.schema, _joined(rows, results), asked)
+                count = _write(path, partial, table.schema, joined(rows, results), asked)
         partial.replace(path)
     except OSError as error:
         raise CommandError(f"{path} can't be written: {error.strerror or error}.", Exit.FAILED) from error
@@ -98,7 +98,7 @@ def _write(
     return count
 
 
-def _joined(
+def joined(
     rows: Rows, results: Iterator[tuple[int, dict[str, Any]]]
 ) -> Iterator[tuple[pa.RecordBatch, list[dict[str, Any] | None]]]:
     """Rows with their result lines, by the number of the line."""

@@ -108,7 +108,8 @@ def quote(
     if found["status"] == "failed":
         outcome.tell_problems(found, console, all_by=f"batchsvc quote {source} --json")
         raise typer.Exit(Exit.REFUSED)
-    _show(found, console, source, target.flags())
+    same = " and the same options" if prompt is not None else ""
+    _show(found, console, source, target.flags(), same)
 
 
 def _asked(client: Client, console: Console, source: Path, wishes: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _asked(client: Client, console: Console, source: Path, wishes: dict[str, Any
     return found
 
 
-def _show(found: dict[str, Any], console: Console, source: Path, flags: str) -> None:
+def _show(found: dict[str, Any], console: Console, source: Path, flags: str, same: str) -> None:
     is_quote = found["object"] == "quote"
     counts, usage, cost = found["request_counts"], found["usage"], found["cost"]
     rejected = f", {counts['rejected']:,} of them rejected" if counts.get("rejected") else ""
@@ -152,7 +153,7 @@ def _show(found: dict[str, Any], console: Console, source: Path, flags: str) -> 
     if is_quote:
         for says in _advice(found.get("advice")):
             console.out(says)
-        console.out(f"Run it at these prices: `batchsvc run {source} --quote {found['id']}{flags}`.")
+        console.out(f"Run it at these prices: `batchsvc run {source} --quote {found['id']}{flags}`{same}.")
 
 
 def _tokens(total: Any, cached: Any) -> str:

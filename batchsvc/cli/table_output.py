@@ -71,10 +71,19 @@ def write_table(client: Client, batch: dict[str, Any], path: Path, *, source: Pa
                 table = stack.enter_context(reading(source))
                 rows = ((found.lines, found.columns) for found in table.batches())
                 count = _write(path, partial, table.schema, joined(rows, results), asked)
+                _check_count(source, count, (batch.get("request_counts") or {}).get("total"))
         partial.replace(path)
     except OSError as error:
         raise CommandError(f"{path} can't be written: {error.strerror or error}.", Exit.FAILED) from error
     return count
+
+
+def _check_count(source: Path, count: int, total: int | None) -> None:
+    if total is not None and count != total:
+        raise CommandError(
+            f"{source} has {count:,} rows, and the batch was run on {total:,}: it isn't the table that it was made of.",
+            Exit.USAGE,
+        )
 
 
 def _write(

@@ -108,6 +108,12 @@ def test_a_name_is_metadata_and_nothing_else(api: Api) -> None:
         assert keys.input_file(api.project_id, made["id"]) in [key for key, _ in api.store.list_keys("in/")]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.CSV", "a.tsv", "a.ndjson", "a.jsonl.gz", "a.csv.zst", "a.gz"])
+def test_names_of_other_formats_are_taken(api: Api, name: str) -> None:
+    made = post(api, form(PURPOSE, (f'name="file"; filename="{name}"', LINE))).json()
+    assert made["filename"] == name, "what is in it is told by its bytes, when a batch reads it"
+
+
 def test_a_file_of_several_parts_and_the_limit(api: Api) -> None:
     limit = api.settings.max_input_bytes
     block = os.urandom(1 << 20)

@@ -123,7 +123,14 @@ def result(line: int, content: str) -> dict[str, Any]:
 
 def write(lines: list[dict[str, Any]], out: Path, source: Path | None, schema: Path | None = None) -> int:
     server: Any = Server(lines)
-    return write_table(server, {"output_file_id": "file-o"}, out, source=source, schema=schema)
+    batch = {"output_file_id": "file-o", "request_counts": {"total": len(lines)}}
+    return write_table(server, batch, out, source=source, schema=schema)
+
+
+def test_another_table_than_that_of_the_batch_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="has 2 rows, and the batch was run on 3"):
+        write([result(number, "yes") for number in (1, 2, 3)], tmp_path / "o.csv", source)
+    assert not (tmp_path / "o.csv").exists()
 
 
 @given(st.sets(st.integers(1, 40)), st.sets(st.integers(1, 45)))

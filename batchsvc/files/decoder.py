@@ -174,7 +174,12 @@ def _give_lines(parent: Parent, kind: Kind, source: io.IOBase, pieces: Iterator[
         pieces = batch_lines(source, max_line_bytes=options.limits.max_line_bytes, meter=meter)
     elif kind is Kind.CSV:
         pieces = _csv_lines(pieces, options.limits.max_line_bytes)
+    num_rows, most = 0, options.limits.max_rows
     for piece in pieces:
+        num_rows += piece.count(b"\n")
+        if kind is not Kind.JSONL and most is not None and num_rows > most:
+            says = f"The file has more than {most} requests."
+            raise UnreadableFileError(Problem(line=None, code="too_many_tasks", message=says, param="input_file_id"))
         parent.data(piece)
 
 

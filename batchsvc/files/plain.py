@@ -49,6 +49,7 @@ def limits_of(settings: Settings) -> DecodeLimits:
         max_line_bytes=settings.max_line_bytes,
         max_decoded_bytes=settings.max_input_bytes,
         max_expansion=settings.max_expansion,
+        max_rows=settings.max_lines,
     )
 
 

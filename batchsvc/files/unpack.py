@@ -27,11 +27,13 @@ _ZSTD_WINDOW_BYTES = 1 << 27  # what zstd itself unpacks without being asked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """What decoding a file may cost. `max_expansion`: times the size of the file, beyond FREE_BYTES."""
+    """What decoding a file may cost. `max_expansion`: times the size of the file, beyond FREE_BYTES; `max_rows`: of a
+    table in batch form."""
 
     max_line_bytes: int
     max_decoded_bytes: int
     max_expansion: int
+    max_rows: int | None = None
 
     def most_bytes(self, size_bytes: int) -> int:
         """What a file of this size may decode to."""

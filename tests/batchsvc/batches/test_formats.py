@@ -78,7 +78,7 @@ def test_problems_name_their_rows(planned: Planned) -> None:
 
 
 def test_a_file_that_can_not_be_decoded_fails_its_batch_with_the_reason(planned: Planned) -> None:
-    for data in (gzip.compress(jsonl(*LINES))[:-1], gzip.compress(b"\0" * (80 << 20)), b"PAR1xxxxPAR1"):
+    for data in (gzip.compress(jsonl(*LINES))[:-1], gzip.compress(b"\0" * (65 << 20)), b"PAR1xxxxPAR1"):
         batch = planned.run(data, on_invalid="skip")
         assert batch.status == "failed"
         assert [(error["code"], error["line"]) for error in batch.errors or []] == [("invalid_file", None)]
@@ -87,6 +87,13 @@ def test_a_file_that_can_not_be_decoded_fails_its_batch_with_the_reason(planned:
         assert planned.store.head(keys.plain_input(file.s3_key)) is None
     empty = planned.run(gzip.compress(b"\n\n"))
     assert [error["code"] for error in empty.errors or []] == ["empty_file"]
+
+
+def test_the_number_of_rows_is_limited_exactly(planned: Planned) -> None:
+    for most, status in ((7, "in_progress"), (6, "failed")):
+        batch = planned.with_settings(max_lines=most).run(in_parquet(LINES))
+        assert batch.status == status
+    assert [(error["code"], error["param"]) for error in batch.errors or []] == [("too_many_tasks", "input_file_id")]
 
 
 def test_the_plain_form_is_made_once_for_its_version(planned: Planned) -> None:

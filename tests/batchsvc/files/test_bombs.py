@@ -10,6 +10,7 @@ import io
 import json
 import struct
 import zlib
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchsvc.files.lines import MAX_DEPTH, jsonl_records
-from tests.batchsvc.files.decoding import bomb, code_of, decode, decode_table, refusal
+from tests.batchsvc.files.decoding import LIMITS, bomb, code_of, decode, decode_table, refusal
 
 MEGABYTE = b"\0" * (1 << 20)
 
@@ -44,14 +45,14 @@ def parquet(table: pa.Table, **options: object) -> bytes:
 @pytest.mark.parametrize("piece", [MEGABYTE, b"{}\n" * 350_000], ids=["zeros", "lines"])
 def test_compressed_bytes_that_grow_without_end(pack: object, piece: bytes) -> None:
     assert callable(pack)
-    problem = bomb(pack(piece, 300))
+    problem = bomb(pack(piece, 100))
     assert (problem.code, problem.line) == ("invalid_file", None)
     assert "decodes to more than" in problem.message
 
 
 def test_the_same_as_a_table_of_the_command_line() -> None:
     assert "has more than" in bomb(gzip_of(MEGABYTE, 40), decode_table).message
-    assert "decodes to more than" in bomb(zstd_of(b'{"a":"' + b"x" * 1000 + b'"}\n', 300_000), decode_table).message
+    assert "decodes to more than" in bomb(zstd_of(b'{"a":"' + b"x" * 1000 + b'"}\n', 80_000), decode_table).message
 
 
 def test_a_zstd_frame_that_asks_for_a_window_of_gigabytes() -> None:
@@ -77,6 +78,14 @@ def test_a_page_that_claims_gigabytes() -> None:
     found = [code_of(one) for one in hostile]
     assert "invalid_file" in found
     assert set(found) <= {"invalid_file", None}
+
+
+def test_a_parquet_file_of_nothing_but_rows() -> None:
+    nothing = pa.nulls(5_000_000, pa.string())
+    data = parquet(pa.table({"custom_id": nothing, "body": nothing}))
+    assert len(data) < 30_000
+    problem = bomb(data, lambda data: decode(data, replace(LIMITS, max_rows=1_000)))
+    assert (problem.code, problem.message) == ("too_many_tasks", "The file has more than 1000 requests.")
 
 
 @pytest.mark.parametrize(

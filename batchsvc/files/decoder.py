@@ -35,7 +35,7 @@ from batchsvc.files.formats import HEAD_BYTES, Kind, kind_of, packing_of, why_fo
 from batchsvc.files.lines import Problem, UnreadableFileError
 from batchsvc.files.range_file import RangeFile
 from batchsvc.files.rows import problem_line, row_line
-from batchsvc.files.unpack import CHUNK_BYTES, DecodeLimits, Meter, chunks_of, unpacked, unreadable
+from batchsvc.files.unpack import CHUNK_BYTES, DecodeLimits, Meter, chunks_of, sane_lines, unpacked, unreadable
 
 FRAME = struct.Struct("<cQ")
 RANGE = struct.Struct("<QQ")
@@ -159,10 +159,14 @@ def _decode(parent: Parent, options: Options) -> None:
     source: io.IOBase = file
     if kind is Kind.PARQUET and packing is not None:
         source = _spooled(pieces())
+
+    def text() -> Iterator[bytes]:
+        return sane_lines(pieces(), limits)
+
     if options.is_table:
-        _give_arrow(parent, kind, source, pieces, options)
+        _give_arrow(parent, kind, source, text, options)
     else:
-        _give_lines(parent, kind, source, pieces(), options)
+        _give_lines(parent, kind, source, text(), options)
 
 
 def _give_lines(parent: Parent, kind: Kind, source: io.IOBase, pieces: Iterator[bytes], options: Options) -> None:

@@ -20,6 +20,9 @@ from batchsvc.files.lines import Problem, UnreadableFileError
 FREE_BYTES = 64 * 1024 * 1024
 """What any file may unpack to, however small it is."""
 CHUNK_BYTES = 1 << 20
+ENDLESS_BYTES = 64 * 1024 * 1024
+"""A line that is longer ends its file; a shorter one that is too long costs itself."""
+_LINES_PER_ROW = 4
 _GZIP_PIECE_BYTES = 1 << 20
 _ZSTD_FEED_BYTES = 1024  # a block of 4 bytes gives 128 KiB
 _ZSTD_WINDOW_BYTES = 1 << 27  # what zstd itself unpacks without being asked for more
@@ -74,6 +77,22 @@ def unpacked(chunks: Iterable[bytes], packing: Packing, meter: Meter) -> Iterato
                 yield piece
     except (zlib.error, zstandard.ZstdError) as error:
         raise unreadable(f"The {packing} data can't be unpacked: {str(error)[:200]}.") from error
+
+
+def sane_lines(pieces: Iterable[bytes], limits: DecodeLimits) -> Iterator[bytes]:
+    """The same pieces of a text, as long as it may be a file of requests: a few times more lines than requests are
+    allowed, as blank ones don't count, and none of them endless."""
+    num_lines, open_bytes = 1, 0
+    for piece in pieces:
+        last = piece.rfind(b"\n")
+        num_lines += piece.count(b"\n")
+        open_bytes = open_bytes + len(piece) if last < 0 else len(piece) - last - 1
+        if open_bytes > ENDLESS_BYTES:
+            raise unreadable(f"Line {num_lines} has more than {ENDLESS_BYTES} bytes.", line=num_lines)
+        if limits.max_rows is not None and num_lines > _LINES_PER_ROW * limits.max_rows + 1:
+            says = f"The file has more than {_LINES_PER_ROW * limits.max_rows} lines."
+            raise UnreadableFileError(Problem(line=None, code="too_many_tasks", message=says, param="input_file_id"))
+        yield piece
 
 
 def unreadable(message: str, *, line: int | None = None) -> UnreadableFileError:

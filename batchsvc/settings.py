@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
     max_input_bytes: int = Field(default=8_000_000_000, ge=1, description="most bytes of one uploaded file")
     max_expansion: int = Field(
-        default=250,
+        default=100,
         ge=1,
         description="times its size that a compressed or Parquet file may decode to; 64 MiB are always allowed",
     )

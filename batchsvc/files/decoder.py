@@ -44,6 +44,7 @@ CPU_S = 5
 """Seconds of computing without anything new, after which a decoder is ended."""
 MEMORY_BYTES = 144 * 1024 * 1024
 """What a decoder may use beyond its program."""
+_BUFFER_BYTES = 256 * 1024  # what a packed file is read by: what it unpacks to must be read within CPU_S
 _REREADS = 3  # of all bytes, that count as something new: JSONL is read twice, a footer out of order
 
 
@@ -137,7 +138,7 @@ def renew_cpu() -> None:
 
 
 def _decode(parent: Parent, options: Options) -> None:
-    file = io.BufferedReader(RangeFile(options.size_bytes, parent.fetch), CHUNK_BYTES)
+    file = io.BufferedReader(RangeFile(options.size_bytes, parent.fetch), _BUFFER_BYTES)
     head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
     packing, limits = packing_of(head), options.limits
 
@@ -145,7 +146,7 @@ def _decode(parent: Parent, options: Options) -> None:
         """The unpacked bytes, from the start."""
         file.seek(0)
         meter = Meter(limits, options.size_bytes)
-        return chunks_of(file) if packing is None else unpacked(chunks_of(file), packing, meter)
+        return chunks_of(file) if packing is None else unpacked(chunks_of(file, _BUFFER_BYTES), packing, meter)
 
     if packing is not None:
         head = _beginning(pieces())

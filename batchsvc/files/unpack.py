@@ -61,9 +61,9 @@ class Meter:
             )
 
 
-def chunks_of(source: BinaryIO) -> Iterator[bytes]:
+def chunks_of(source: BinaryIO, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """A file from where it stands, in pieces."""
-    while chunk := source.read(CHUNK_BYTES):
+    while chunk := source.read(chunk_bytes):
         yield chunk
 
 

@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 import typer
 
-from batchsvc.cli.client import Client
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError
 from batchsvc.cli.options import BatchArgument, DataDirOption, JsonOption, KeyOption, UrlOption
@@ -54,6 +53,8 @@ def _batch(session: Session, batch_id: str) -> dict[str, Any]:
     directory = session.target.directory
     if directory is not None:
         key = directory.admin_key.read_text(encoding="utf-8").strip()
+        from batchsvc.cli.client import Client
+
         with Client(session.client.url, key, is_local=True) as operator:
             return operator.get(f"/admin{path}")
     try:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from batchsvc.cli import outcome
-from batchsvc.cli.client import Client
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit
 from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
@@ -41,6 +40,9 @@ from batchsvc.cli.run import (
 from batchsvc.cli.target import absolute_model, names_itself, opened, select
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import CANCELLING
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
 
 _POLL_S = 0.5
 _SHOWN_PROBLEMS = 20

@@ -6,18 +6,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote, urlsplit
 
 import typer
 
-from batchsvc.cli.client import Client
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
 from batchsvc.cli.outcome import local_time
 from batchsvc.cli.target import opened, select
 from batchsvc.stack.options import READING
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
 
 app = typer.Typer(no_args_is_help=True, help="Webhooks: who is told when a batch ends.", rich_markup_mode=None)
 

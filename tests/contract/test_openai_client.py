@@ -287,4 +287,4 @@ def test_error_classes(api: Api) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("a.jsonl", LINES), purpose="assistants")
     with pytest.raises(openai.BadRequestError, match="Invalid file format"):
-        client.files.create(file=("a.csv", LINES), purpose="batch")
+        client.files.create(file=("a.txt", LINES), purpose="batch")

@@ -7,7 +7,7 @@ of a price per token need not be an integer. A line is rounded once, half to eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 
 NANOS_PER_DOLLAR = 1_000_000_000
 TOKENS_PER_RATE = 1_000_000
@@ -57,7 +57,7 @@ def parse_dollars(value: object) -> int | None:
     text = value if isinstance(value, str) else repr(value)
     try:
         nanos = Decimal(text) * NANOS_PER_DOLLAR if text.isascii() and len(text) <= _MOST_CHARS else None
-    except InvalidOperation:
+    except DecimalException:  # no number, or one beyond all bounds
         return None
     if nanos is None or not nanos.is_finite() or nanos != nanos.to_integral_value() or abs(nanos) > MOST_NANOS:
         return None

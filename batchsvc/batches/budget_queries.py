@@ -127,11 +127,13 @@ def admit(session: Session, batch_id: str) -> bool:
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     if batch is None or batch.has_budget or batch.status != Status.IN_PROGRESS:
         return False
-    room = billing.room_nanos(session, batch.project_id)
-    if room is not None and room < batch.wanted_nanos:
+    room, wanted_nanos = billing.room_nanos(session, batch.project_id), batch.wanted_nanos
+    if room is not None and room < wanted_nanos:
         return False
-    if batch.wanted_nanos:
-        _extend(session, batch, batch.wanted_nanos)
+    if batch.max_cost_nanos is not None:  # its other units may have got money since
+        wanted_nanos = min(wanted_nanos, max(0, batch.max_cost_nanos - batch.reserved_nanos))
+    if wanted_nanos:
+        _extend(session, batch, wanted_nanos)
     batch.has_budget, batch.wanted_nanos = True, 0
     return True
 

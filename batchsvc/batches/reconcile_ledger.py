@@ -98,11 +98,12 @@ def _compare_balance(now: Snapshot, report: Report, project_id: str) -> None:
         " FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id WHERE t.project_id = :project"
     )
     stored = now.one("SELECT * FROM balances WHERE project_id = :project", project=project_id) or {}
-    for column, account in (("available_nanos", "available:%"), ("reserved_nanos", "reserved:%")):
+    for column, account in (
+        ("available_nanos", f"available:{project_id}"),
+        ("reserved_nanos", f"reserved:{project_id}"),
+    ):
         added = now.number(
-            f"SELECT COALESCE(SUM(e.amount_nanos), 0) {entries} AND e.account LIKE :account",
-            project=project_id,
-            account=account,
+            "SELECT COALESCE(SUM(amount_nanos), 0) FROM ledger_entries WHERE account = :account", account=account
         )
         report.compare(place, column, stored.get(column, 0), added)
     last_ms = now.number(f"SELECT MAX(t.created_ms) {entries}", project=project_id)

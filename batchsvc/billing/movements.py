@@ -52,6 +52,10 @@ def post(
     if known is None:
         if kind == "refund":
             _check_refund(session, project_id, amount_nanos, batch_id)
+        elif batch_id is not None and not queries.has_batch(session, project_id, batch_id):
+            raise InvalidRequestError(
+                f"The project {project_id} has no batch {batch_id!r}.", code="batch_not_found", param="batch_id"
+            )
         queries.insert_posting(session, posting, price_version=0, created_ms=database_now_ms(session))
     stored = known or queries.transaction(session, posting.key)
     assert stored is not None, "it was just stored"

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, func, select, text
+from sqlalchemy import ColumnElement, Table, Text, column, func, select, table, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.billing.ledger import REVENUE, Posting, reserved
 from batchsvc.billing.limits import Funds
 from batchsvc.billing.tables import Balance, LedgerEntry, LedgerTransaction, Price, UsageRow
+
+_BATCHES = table("batches", column("id", Text), column("project_id", Text))  # of a feature that is built on this one
+
+
+def has_batch(session: Session, project_id: str, batch_id: str) -> bool:
+    """Whether it is a batch of this project."""
+    mine = select(_BATCHES.c.id).where(_BATCHES.c.id == batch_id, _BATCHES.c.project_id == project_id)
+    return session.scalar(mine) is not None
 
 
 def version_in_force(session: Session, at_ms: int) -> int | None:

@@ -18,7 +18,7 @@ from batchsvc.errors import InvalidRequestError
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3_600, 86_400
 _END_OF_TIME_S = 253_402_300_800  # the year 10000: who is beyond it sends milliseconds
-_METADATA = re.compile(r"metadata\.[^\x00-\x1f]{1,64}")
+_METADATA = re.compile(r'metadata\.[^\x00-\x1f"\\]{1,64}')  # no quotes: SQLite's JSON paths can't escape them
 _PAGE = re.compile(r"page_[A-Za-z0-9_-]{32}")
 
 

@@ -131,7 +131,10 @@ def upgrade() -> None:
 
 
 def _add_entries_to_balances() -> None:
-    """A trigger adds every entry to the balance of its project: whoever inserts it."""
+    """A trigger adds every entry to the balance of the project in its account's name: whoever inserts it.
+
+    That needn't be the transaction's project: an invoice can be paid by another.
+    """
     is_sqlite = op.get_bind().dialect.name == "sqlite"
     if is_sqlite:
         year, month = (
@@ -145,9 +148,13 @@ def _add_entries_to_balances() -> None:
         for account in ("available:%", "reserved:%")
     )
     charged = "NEW.account = 'revenue' AND t.kind IN ('part', 'void')"
+    whose = (
+        "CASE WHEN NEW.account LIKE 'available:%' THEN SUBSTR(NEW.account, 11)"
+        " WHEN NEW.account LIKE 'reserved:%' THEN SUBSTR(NEW.account, 10) ELSE t.project_id END"
+    )
     add = (
         "INSERT INTO balances (project_id, available_nanos, reserved_nanos, month, month_nanos)"  # noqa: S608  ours
-        f" SELECT t.project_id, {amounts}, {year} * 12 + {month} - 1,"
+        f" SELECT {whose}, {amounts}, {year} * 12 + {month} - 1,"
         f" CASE WHEN {charged} THEN NEW.amount_nanos ELSE 0 END"
         " FROM ledger_transactions t WHERE t.id = NEW.transaction_id"
         " ON CONFLICT (project_id) DO UPDATE SET"

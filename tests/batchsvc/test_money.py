@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.money import Rates, divide_half_even, format_dollars, line_cost_nanos
+from batchsvc.money import Rates, divide_half_even, format_dollars, line_cost_nanos, parse_dollars
 
 tokens = st.integers(0, 10**9)
 rate = st.integers(0, 10**12)
@@ -60,3 +60,12 @@ def test_dollars_show_every_digit_that_counts() -> None:
     assert format_dollars(1) == "$0.000000001"
     assert format_dollars(-1_500_000_000) == "-$1.50"
     assert format_dollars(12_345_678_900) == "$12.3456789"
+
+
+@given(
+    st.text(max_size=40)
+    | st.sampled_from(["1e999999", "-1e999999", "1e-999999", "NaN", "sNaN", "Infinity", "0x1", "1_0"])
+)
+def test_whatever_is_sent_as_dollars_is_an_amount_or_none(value: str) -> None:
+    nanos = parse_dollars(value)
+    assert nanos is None or Decimal(value) * 10**9 == nanos

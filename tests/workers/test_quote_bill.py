@@ -83,9 +83,14 @@ def run(door: Quoting, batch_ids: list[str], *, crashes: bool) -> World:
     if crashes:
         workers.append(worker("lost", FakeEngine(planned.text, max_running=2, tokens_per_s=60)))
         until(lambda: any(world.batch(one).completed for one in batch_ids), "a first part")
-        with world.db.transaction() as session:  # as the reaper does with what a dead worker held
-            session.execute(update(Unit).where(Unit.state == "leased").values(lease_ms=0))
-            assert unit_queries.free_expired(session) > 0
+
+        def is_freed() -> (
+            bool
+        ):  # as the reaper does with what a dead worker held; this one lives, and may renew between
+            world.db.run(lambda s: s.execute(update(Unit).where(Unit.state == "leased").values(lease_ms=0)))
+            return world.db.run(unit_queries.free_expired) > 0
+
+        until(is_freed, "a lost unit")
         _end(workers.pop())
     workers.append(worker("next", Caching(planned.text)))
     try:

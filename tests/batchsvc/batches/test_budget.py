@@ -266,6 +266,21 @@ def test_a_prepaid_project_spends_what_was_topped_up(treasury: Treasury) -> None
     assert treasury.funds().available_nanos == 49 + 11 + 4 + 101 - 75 and treasury.funds().reserved_nanos == 0
 
 
+def test_money_that_comes_lifts_no_batch_over_its_max_cost(treasury: Treasury) -> None:
+    treasury.limit(is_prepaid=True)
+    treasury.topup(90)
+    treasury.begin(90, units=3, max_cost_nanos=100)
+    first, second, third = treasury.claim(3)
+    assert treasury.grant(first, 90) == (90, Verdict.FITS)
+    assert treasury.part(first, [0, 1, 2, 3], 90)
+    assert treasury.grant(second, 8, need_nanos=8) == (0, Verdict.WAIT)
+    treasury.topup(100)
+    assert treasury.grant(third, 9) == (9, Verdict.FITS)
+    assert treasury.admit() == ["batch_1"]
+    assert treasury.batch("batch_1").reserved_nanos == 100
+    assert treasury.grant(second, 8, need_nanos=8) == (0, Verdict.LATER)
+
+
 def test_a_limit_that_comes_late_binds_the_next_claim(treasury: Treasury) -> None:
     treasury.begin(50, units=2)
     (unit,) = treasury.claim()

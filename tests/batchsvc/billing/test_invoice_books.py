@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc.billing import invoice_draft, service
+from batchsvc.billing import invoice_draft, queries, service
 from batchsvc.billing.invoice_tables import Invoice
 from batchsvc.billing.ledger import available, receivable
 from batchsvc.billing.month import Month
@@ -195,6 +195,9 @@ def test_a_payer_s_invoice_has_the_lines_of_every_project_it_pays_for(books: Boo
         assert net == books.used_nanos(JANUARY, project) == books.revenue_nanos(JANUARY, project) > 0
         assert books.statement("2024-01", project)["closing_nanos"] == -net
     assert books.balance(receivable(books.project)) == -made.payable_nanos
+    with books.db.reading() as session:  # what limits are checked against is each project's own
+        for project in (books.project, team):
+            assert queries.funds(session, project).available_nanos == books.balance(available(project))
 
 
 def test_a_prepaid_project_pays_from_its_balance(books: Books) -> None:

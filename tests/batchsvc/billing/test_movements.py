@@ -95,6 +95,14 @@ def test_two_equal_refunds_are_two_and_one_key_is_one(db: Database) -> None:
         post(db, "refund", 300, "second", batch_id=None)
 
 
+@pytest.mark.parametrize("kind", ["payment", "credit"])
+def test_a_batch_that_the_project_does_not_have_is_refused(db: Database, kind: str) -> None:
+    before = balances(db)
+    with pytest.raises(InvalidRequestError, match="has no batch 'b9'"):
+        post(db, kind, 5, "k", batch_id="b9")
+    assert balances(db) == before
+
+
 def test_a_refund_larger_than_the_charge_is_refused(db: Database) -> None:
     for amount, batch_id in ((701, "b1"), (701, None), (1, "another")):
         with pytest.raises(InvalidRequestError) as refused:

@@ -125,7 +125,7 @@ def test_arrays_come_with_brackets_or_short() -> None:
     question = parse(Kind.COSTS, [("start_time", "1"), ("models[]", "a,b"), ("line_items", "m, t, rounding")])
     assert question.filters == {"models": ("a,b",), "line_items": ("m, t, rounding",)}
     assert parse(Kind.COSTS, [("start_time", "1"), ("group_by", "metadata.team")]).group_by == ("metadata.team",)
-    for name in ("metadata.", "metadata", "Model", "", "metadata.a\nb"):
+    for name in ("metadata.", "metadata", "Model", "", "metadata.a\nb", 'metadata.a"b'):
         with pytest.raises(InvalidRequestError) as refused:
             parse(Kind.COSTS, [("start_time", "1"), ("group_by[]", name)])
         assert refused.value.param == "group_by"

@@ -97,9 +97,6 @@ def test_what_can_not_be_used_is_named(api: Api) -> None:
 
 
 def test_the_command_line(api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if not api.db.is_sqlite:
-        pytest.skip("what a command does is told by the API; once is enough")
-
     def run(*arguments: str) -> tuple[int, str]:
         target = ("--url", api.url, "--api-key", api.key)
         monkeypatch.setattr(sys, "argv", ["batchsvc", "webhooks", *arguments, *target])

@@ -7,7 +7,6 @@ pointers.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from engine.cache.layout import Layout, PairLayout, ScaledLayout
 from engine.kernels import int8, reference
 from engine.kernels.cpu.build import BuildError, library
-from engine.kernels.cpu.layers import DecoderLayer, LayerStack, can_stack
+from engine.kernels.cpu.layers import DecoderLayer, LayerStack, can_stack, query_scale
 from engine.kernels.spans import SequenceSpan, shared_spans
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
@@ -134,7 +133,7 @@ class CpuKernels:
             _pointer(cos),
             _pointer(sin),
             _pointer(slots),
-            ctypes.c_float(model.head_dim**-0.5 * math.log2(math.e)),
+            ctypes.c_float(query_scale(model)),
             self._is_kv_int8,
             ctypes.c_int64(k_cache.stride(0) * k_cache.itemsize),
             _pointer(q),

@@ -88,7 +88,7 @@ class LayerStack:
             is_kv_int8=keys.dtype == torch.int8,
             block_bytes=keys.stride(0) * keys.itemsize,
             eps=eps,
-            q_scale=model.head_dim**-0.5 * math.log2(math.e),
+            q_scale=query_scale(model),
         )
         self._work = torch.empty(0, dtype=torch.uint8)
         library.layers_work.restype = ctypes.c_int64
@@ -113,6 +113,11 @@ class LayerStack:
         self._library.run_layers(
             ctypes.byref(self._shapes), self._pointers, ctypes.byref(step), ctypes.c_void_p(self._work.data_ptr())
         )
+
+
+def query_scale(model: ModelConfig) -> float:
+    """What queries are multiplied by: the usual scale, and log2 e, because weights are powers of two."""
+    return float(model.head_dim**-0.5 * math.log2(math.e))
 
 
 def can_stack(layers: Sequence[DecoderLayer]) -> bool:

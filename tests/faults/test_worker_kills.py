@@ -87,14 +87,18 @@ def test_row_16_healthy_workers_robbed_of_their_leases(cluster: Cluster, judge: 
     cluster.start("control")
     for _ in range(2):
         cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=150)
-    job, robbed = cluster.submit(240), 0
-    while robbed < 50 and cluster.batch(job).status in ("validating", "in_progress"):
+    jobs, robbed = [cluster.submit(240)], 0
+    while robbed < 50:
+        job = jobs[-1]
+        if cluster.batch(job).status not in ("validating", "in_progress"):
+            jobs.append(cluster.submit(240))
+            continue
         time.sleep(cluster.rng.uniform(0.02, 0.2))
         with cluster.db.transaction() as session:
             held = session.scalars(select(Unit).where(Unit.batch_id == job.id, Unit.state == "leased")).all()
             if held:
                 cluster.rng.choice(held).lease_ms = 0
                 robbed += 1
-    assert robbed >= 20
-    cluster.wait(job, "completed")
-    judge(job)
+    for job in jobs:
+        cluster.wait(job, "completed")
+        judge(job)

@@ -23,6 +23,7 @@ import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
 import batchsvc.files.routes
+import batchsvc.files.upload_routes
 import batchsvc.webhooks.routes
 from batchsvc import logs
 from batchsvc.accounts.caller import require_caller
@@ -35,7 +36,7 @@ from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.health import Checks
 from batchsvc.http import errors
 from batchsvc.http.deps import Context
-from batchsvc.http.middleware import RequestMiddleware
+from batchsvc.http.middleware import BodyLimit, RequestMiddleware
 from batchsvc.metrics import Metrics
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -76,10 +77,14 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         lifespan=lifespan,
     )
     app.state.context = context
-    app.add_middleware(RequestMiddleware, streaming=[("POST", "/v1/files")])
+    app.add_middleware(
+        RequestMiddleware,
+        limits=[BodyLimit("POST", "/v1/files", None), BodyLimit("POST", "/v1/uploads/[^/]+/parts", None)],
+    )
     errors.install(app)
     for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
         app.include_router(module.routes.router)
+    app.include_router(batchsvc.files.upload_routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.batches.explain_routes.router)

@@ -16,6 +16,14 @@ def file_id() -> str:
     return "file-" + random_text(24)
 
 
+def upload_id() -> str:
+    return "upload_" + random_text(24)
+
+
+def upload_part_id() -> str:
+    return "upart_" + random_text(24)
+
+
 def batch_id() -> str:
     return "batch_" + random_text(24)
 

@@ -115,6 +115,9 @@ class Settings(BaseSettings):
         default=None, ge=1, description="tokens that a project's unfinished batches may hold; unset: no limit"
     )
     quote_ttl_s: int = Field(default=86_400, ge=60, description="how long batches can be created at a quote's prices")
+    upload_ttl_s: int = Field(
+        default=3_600, ge=60, description="how long an upload in parts may take until it is completed"
+    )
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
     egress_allow: str = Field(

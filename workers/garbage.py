@@ -1,7 +1,8 @@
 """Deletes objects that nobody needs: those that were marked, and those that an audit of the bucket finds.
 
 Dead attempts leave objects that no row names: parts that never counted, files of an overtaken planner, results of an
-overtaken finalizer, saved sequences, uploads of an API process that died, and uploads in parts that nobody completes.
+overtaken finalizer, saved sequences, inputs and parts of uploads of an API process that died, and multipart uploads
+of the store that nobody completes.
 The audit walks the bucket and takes what is older than the grace and not referred to (garbage_queries tells what is).
 
 What was written may yet be about to count: its writer stores it first and commits its row then. The commit is fenced
@@ -24,7 +25,7 @@ from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 
 _AT_ONCE = 500
-_PREFIXES = (keys.BATCHES, keys.INPUTS)
+_PREFIXES = (keys.BATCHES, keys.INPUTS, keys.UPLOADS)
 
 log = structlog.get_logger(__name__)
 

@@ -58,6 +58,7 @@ from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.files import service as files
+from batchsvc.files import upload_service as uploads
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from workers import poison
@@ -69,6 +70,7 @@ _DELETE_AT_ONCE = 500
 _POISON_AT_ONCE = 8
 _HINTS_IN_VAIN = 6  # messages about a batch that changed nothing: then they get lost, and it is done here
 _LEAST_WAIT_S = 0.05
+_COMPLETING_S = 600.0  # parts of an upload whose time is over may just be put together
 _AUDIT_LEAST_S = 3_600.0
 _DIFFERENCES_LOGGED = 10
 _DEAD_LEASES = 10  # leases of silence after which a worker's row is forgotten
@@ -138,6 +140,7 @@ class Reaper:
             self._answers,
             self._workers,
             self._files,
+            self._uploads,
             self._garbage,
             self._audit_now_and_then,
             self._reconcile_now_and_then,
@@ -313,6 +316,13 @@ class Reaper:
                 session,
                 live_batch_of=lambda inner, file_id: queries.live_batch_of(inner, file_id, lifecycle.TERMINAL),
                 discard=lambda inner, key: garbage_queries.discard(inner, [key]),
+            )
+        )
+
+    def _uploads(self) -> None:
+        self._db.run(
+            lambda session: uploads.expire(
+                session, discard=lambda inner, key: garbage_queries.discard(inner, [key], grace_s=_COMPLETING_S)
             )
         )
 

@@ -1,8 +1,8 @@
 """SQL of garbage: which objects somebody refers to, and which are marked to be deleted.
 
-An object is *referred to* by a file that nobody has deleted, or, while its batch runs, by a row of it: a unit (its
-file, its unfinished sequences), a part that counts, a window; and by the finalizer whose epoch is the batch's. The
-objects of an ended batch have served, except for its files.
+An object is *referred to* by a file that nobody has deleted, by an upload that waits for its other parts, or, while its
+batch runs, by a row of it: a unit (its file, its unfinished sequences), a part that counts, a window; and by the
+finalizer whose epoch is the batch's. The objects of an ended batch have served, except for its files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.tables import Batch, Garbage, Part, Unit, Window
 from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
+from batchsvc.files import upload_service as uploads
 from batchsvc.store import keys
 
 _COLUMNS = (
@@ -46,7 +47,7 @@ def forget(session: Session, s3_keys: Sequence[str]) -> None:
 
 def referred_to(session: Session, s3_keys: Collection[str]) -> set[str]:
     """Those of these objects that somebody refers to."""
-    found = files.known_keys(session, s3_keys)
+    found = files.known_keys(session, s3_keys) | uploads.known_keys(session, s3_keys)
     batch_ids = {batch_id for key in s3_keys if (batch_id := keys.batch_of(key))}
     unended = select(Batch.id, Batch.fin_epoch).where(Batch.id.in_(batch_ids), Batch.status.not_in(TERMINAL))
     running = {row.id: row.fin_epoch for row in session.execute(unended)}

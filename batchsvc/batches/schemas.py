@@ -11,15 +11,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.outlook import Outlook
 from batchsvc.batches.scaling_queries import Demand
 from batchsvc.batches.tables import Batch, Model
-
-
-class ExpiresAfter(BaseModel):
-    """How long result files live, from their own creation on."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=3_600, le=2_592_000)
+from batchsvc.files.schemas import ExpiresAfter
 
 
 class CreateBatch(BaseModel):

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from batchsvc.files.tables import File
+
+
+class ExpiresAfter(BaseModel):
+    """How long a file lives, from its own creation on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3_600, le=2_592_000)
 
 
 def file_object(row: File) -> dict[str, Any]:

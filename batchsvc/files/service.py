@@ -182,14 +182,14 @@ def clean_filename(raw: str) -> str:
     return name
 
 
-def check_filename(name: str) -> None:
+def check_filename(name: str, param: str = "file") -> None:
     """Refuse a name that no batch could read, before its bytes are stored."""
     if not name.lower().endswith(SUFFIXES):
         raise InvalidRequestError(
             "Invalid file format for a batch: it must be JSONL, Parquet or CSV, plain, gz or zst, with a name that "
             f"ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.",
             code="invalid_file_format",
-            param="file",
+            param=param,
         )
 
 

@@ -1,5 +1,7 @@
 """Every error as OpenAI's envelope `{"error": {message, type, param, code}}`, whoever raised it.
 
+Under /v1/messages it is Anthropic's: `{"type": "error", "error": {type, message}, "request_id"}`.
+
 No status 409 is ever sent: the official client takes it for "try again".
 """
 
@@ -18,6 +20,13 @@ from starlette.exceptions import HTTPException
 from batchsvc.errors import AuthenticationError, InvalidRequestError, ServiceError, UnavailableError
 from batchsvc.logs import where
 
+_MESSAGES = "/v1/messages"
+_MESSAGE_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 _RETRY_AFTER_S = 5  # the official client takes up to 120 and gives up at once above
 
 log = structlog.get_logger(__name__)
@@ -34,24 +43,26 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(broken, _database_error)
 
 
-def response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response of an error."""
+def response(error: ServiceError, request: Request, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The response of an error, in the shape that the request's API has."""
     extra: dict[str, str] = {}
     if isinstance(error, AuthenticationError):
         extra["WWW-Authenticate"] = "Bearer"
     if isinstance(error, UnavailableError):
         extra["Retry-After"] = str(_RETRY_AFTER_S)
-    return JSONResponse(error.envelope(), status_code=error.status, headers={**extra, **(headers or {})})
+    return JSONResponse(
+        _envelope(error, error.status, request), status_code=error.status, headers={**extra, **(headers or {})}
+    )
 
 
-async def _service_error(_request: Request, error: Exception) -> JSONResponse:
+async def _service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ServiceError), "registered for this class"
-    return response(error)
+    return response(error, request)
 
 
-async def _invalid_arguments(_request: Request, error: Exception) -> JSONResponse:
+async def _invalid_arguments(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "registered for this class"
-    return response(_of_problem(error.errors()[0]))
+    return response(_of_problem(error.errors()[0]), request)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -62,19 +73,31 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         413: ("body_too_large", str(error.detail)),
     }
     code, message = said.get(error.status_code, ("invalid_body", "The request's body can't be read."))
-    envelope = InvalidRequestError(message, code=code).envelope()
+    envelope = _envelope(InvalidRequestError(message, code=code), error.status_code, request)
     return JSONResponse(envelope, status_code=error.status_code, headers=error.headers)
 
 
-async def _unstorable(_request: Request, _error: Exception) -> JSONResponse:
-    return response(
-        InvalidRequestError("A value has characters that can't be stored, such as NUL.", code="invalid_value")
-    )
+async def _unstorable(request: Request, _error: Exception) -> JSONResponse:
+    says = "A value has characters that can't be stored, such as NUL."
+    return response(InvalidRequestError(says, code="invalid_value"), request)
 
 
-async def _database_error(_request: Request, error: Exception) -> JSONResponse:
+async def _database_error(request: Request, error: Exception) -> JSONResponse:
     log.error("database.failed", **where(error))
-    return response(UnavailableError("The database doesn't answer; try again.", code="database_unavailable"))
+    return response(UnavailableError("The database doesn't answer; try again.", code="database_unavailable"), request)
+
+
+def _envelope(error: ServiceError, status: int, request: Request) -> dict[str, Any]:
+    if not request.url.path.startswith(_MESSAGES):
+        return error.envelope()
+    kind = _MESSAGE_ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    # one sentence is all that this shape has room for, so the parameter's name stands in it
+    message = f"{error.param}: {error.message}" if error.param and error.param not in error.message else error.message
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": getattr(request.state, "request_id", None),
+    }
 
 
 def _of_problem(problem: Mapping[str, Any]) -> InvalidRequestError:

@@ -61,7 +61,7 @@ class Form:
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
             raise InvalidRequestError(
-                "Send a file as multipart/form-data with the fields 'purpose' and 'file'.", code="invalid_body"
+                "Send a file as multipart/form-data, as the official client does.", code="invalid_body"
             )
         self.is_complete = False
         self._events: list[Event] = []
@@ -149,10 +149,14 @@ class Stored:
 
 
 class StoreSink:
-    """Writes one object of unknown length. Holds at most a part; end it with `finish` or `abandon`."""
+    """Writes one object of unknown length. Holds at most a part; end it with `finish` or `abandon`.
 
-    def __init__(self, store: ObjectStore, key: str, max_bytes: int) -> None:
+    `what` and `param` are the object's names in the error when it gets too large.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, max_bytes: int, what: str = "file", param: str = "file") -> None:
         self._store, self._key, self._max_bytes = store, key, max_bytes
+        self._what, self._param = what, param
         self._part_bytes = max(_PART_BYTES, -(-max_bytes // _MAX_PARTS))
         self._buffer = bytearray()
         self._sha256 = hashlib.sha256()
@@ -164,7 +168,7 @@ class StoreSink:
         """Take bytes; uploads a part when one is full. Raises TooLargeError over the limit."""
         self._size_bytes += len(data)
         if self._size_bytes > self._max_bytes:
-            raise _too_large(self._max_bytes)
+            raise _too_large(self._max_bytes, self._what, self._param)
         self._buffer += data
         if len(self._buffer) >= self._part_bytes:
             await run_in_threadpool(self._send_part)
@@ -197,17 +201,17 @@ class StoreSink:
         return self._store.complete_multipart(self._key, self._upload_id, self._etags)
 
 
-def check_length(header: str | None, max_bytes: int) -> None:
+def check_length(header: str | None, max_bytes: int, what: str = "file", param: str = "file") -> None:
     """Refuse a body that says itself that its file is too large, before a byte of it is read."""
     if header and header.isdigit() and int(header) > max_bytes + _MAX_FRAME_BYTES:
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, what, param)
 
 
-def _too_large(max_bytes: int) -> TooLargeError:
+def _too_large(max_bytes: int, what: str, param: str) -> TooLargeError:
     return TooLargeError(
-        f"The file is over {max_bytes} bytes, the most that one upload may have: split it.",
-        code="file_too_large",
-        param="file",
+        f"The {what} is over {max_bytes} bytes, the most that one {what} may have: split it.",
+        code=f"{what}_too_large",
+        param=param,
     )
 
 

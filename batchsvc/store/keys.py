@@ -7,7 +7,8 @@ the owner of that epoch alone.
 from __future__ import annotations
 
 PROBE = "probe/ready"  # written by the readiness check
-INPUTS = "in/"  # prefix of all uploads
+INPUTS = "in/"  # prefix of all inputs
+UPLOADS = "up/"  # prefix of the parts of uploads that aren't complete
 BATCHES = "batch/"  # prefix of all that belongs to batches
 _PLAIN = ".plain"
 OUTPUT_KINDS = ("output", "error")
@@ -16,6 +17,11 @@ OUTPUT_KINDS = ("output", "error")
 def input_file(project_id: str, file_id: str) -> str:
     """An uploaded file."""
     return f"in/{project_id}/{file_id}"
+
+
+def upload_part(project_id: str, upload_id: str, part_id: str) -> str:
+    """A part of an upload that isn't complete."""
+    return f"up/{project_id}/{upload_id}/{part_id}"
 
 
 def plain_input(input_key: str) -> str:
@@ -54,6 +60,6 @@ def output(batch_id: str, fin_epoch: int, kind: str) -> str:
 
 
 def batch_of(key: str) -> str | None:
-    """The batch that an object belongs to, or None for an upload."""
+    """The batch that an object belongs to, or None for an input."""
     kind, _, rest = key.partition("/")
     return rest.partition("/")[0] if kind == "batch" else None

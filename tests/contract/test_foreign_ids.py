@@ -21,7 +21,7 @@ from tests.contract.conftest import Api
 from tests.contract.test_http import _flat, envelope, upload
 from tests.dispatchers import NullDispatcher
 
-OWNED = {"file_id", "batch_id", "quote_id", "webhook_endpoint_id"}  # in paths: what one project owns
+OWNED = {"file_id", "upload_id", "batch_id", "quote_id", "webhook_endpoint_id"}  # in paths: what one project owns
 SHARED = {"name"}  # names of models: the same for all projects
 WITHIN = {"custom_id"}  # what names something inside of what is owned
 # what the deployment's admin key alone may name, under /v1/admin
@@ -90,7 +90,15 @@ def theirs(api: Api) -> dict[str, str]:
     hook = {"name": "n", "url": "http://127.0.0.1:9/", "event_types": ["batch.completed"]}
     endpoint = api.call("POST", "/v1/webhook_endpoints", json=hook).json()["id"]
     batch = api.call("POST", "/v1/batches", json=body).json()["id"]
-    return {"file_id": file, "quote_id": quote, "batch_id": batch, "webhook_endpoint_id": endpoint}
+    parts = {"bytes": 9, "filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "batch"}
+    upload_id = api.call("POST", "/v1/uploads", json=parts).json()["id"]
+    return {
+        "file_id": file,
+        "upload_id": upload_id,
+        "quote_id": quote,
+        "batch_id": batch,
+        "webhook_endpoint_id": endpoint,
+    }
 
 
 def look(api: Api, theirs: dict[str, str]) -> list[dict[str, Any]]:
@@ -115,6 +123,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
     _, key = api.new_project()
     before = look(api, theirs)
     never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24, "quote_id": "quote_" + "0" * 24}
+    never["upload_id"] = "upload_" + "0" * 24
     never["webhook_endpoint_id"] = "we_" + "0" * 24
     walked = 0
     for route in routes(api):

@@ -10,11 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from batchsvc.accounts import service as accounts
 from batchsvc.batches import finalize_queries, garbage_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Part, Unit, Window
 from batchsvc.clock import now_ms
 from batchsvc.files import service as files
+from batchsvc.files import upload_service as uploads
+from batchsvc.files.upload_schemas import CreateUpload
+from batchsvc.http.uploads import Stored
 from batchsvc.settings import Settings, SettingsError
 from batchsvc.store import keys
 from batchsvc.store.s3 import MIN_PART_BYTES
@@ -97,6 +101,34 @@ def test_uploads_that_nobody_completes_are_given_up(world: World) -> None:
     assert {upload.key for upload in world.store.list_uploads("")} == uploads.keys()
     collector(world, 0).audit()
     assert {upload.key for upload in world.store.list_uploads("")} == {live}
+
+
+def test_parts_of_an_upload_stay_while_it_is_pending(world: World) -> None:
+    with world.db.transaction() as session:
+        project_id = accounts.project_of(session, "tests")
+        body = CreateUpload(bytes=1, filename="a.jsonl", purpose="batch")
+        for name in ("pending", "late"):
+            row = uploads.create(
+                session, project_id, body, upload_id=f"upload_{name}", ttl_s=60, life_s=3600, max_bytes=9
+            )
+            key = keys.upload_part(project_id, row.id, "p")
+            world.store.put(key, b"x")
+            stored = Stored(etag="", sha256="", size_bytes=1)
+            uploads.add_part(session, project_id, row.id, part_id=name, s3_key=key, stored=stored, max_bytes=9)
+            row.expires_ms = now_ms() + (10**6 if name == "pending" else -1)
+    never = keys.upload_part(project_id, "upload_pending", "of-a-dead-process")
+    world.store.put(never, b"x")
+    time.sleep(_TICK_S)
+    assert collector(world, 0).audit() == 1
+    assert world.store.head(never) is None
+    assert (
+        world.db.run(lambda session: uploads.expire(session, discard=lambda s, key: garbage_queries.discard(s, [key])))
+        == 1
+    )
+    assert collector(world, 0).delete_due() == 1
+    assert [key for key, _ in world.store.list_keys(keys.UPLOADS)] == [
+        keys.upload_part(project_id, "upload_pending", "p")
+    ]
 
 
 def test_a_part_that_is_about_to_count_needs_the_grace(world: World) -> None:

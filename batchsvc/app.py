@@ -18,7 +18,9 @@ import batchsvc.accounts.routes
 import batchsvc.batches.explain_routes
 import batchsvc.batches.model_routes
 import batchsvc.batches.quote_routes
+import batchsvc.batches.result_routes
 import batchsvc.batches.routes
+import batchsvc.batches.stop_routes
 import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
@@ -79,7 +81,11 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.state.context = context
     app.add_middleware(
         RequestMiddleware,
-        limits=[BodyLimit("POST", "/v1/files", None), BodyLimit("POST", "/v1/uploads/[^/]+/parts", None)],
+        limits=[
+            BodyLimit("POST", "/v1/files", None),
+            BodyLimit("POST", "/v1/uploads/[^/]+/parts", None),
+            BodyLimit("POST", "/v1/batches", settings.max_inline_bytes),
+        ],
     )
     errors.install(app)
     for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
@@ -88,6 +94,8 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.batches.explain_routes.router)
+    app.include_router(batchsvc.batches.result_routes.router)
+    app.include_router(batchsvc.batches.stop_routes.router)
     app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)

@@ -24,6 +24,7 @@ _URLS = {  # how a URL must begin; their clients would raise errors of their own
     "database_url": ("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://"),
     "redis_url": ("redis://", "rediss://", "unix://"),
     "s3_endpoint": ("http://", "https://"),
+    "public_s3_url": ("http://", "https://"),
 }
 _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 _WINDOWS = re.compile(r"[1-9]\d{0,3}[mhd](,[1-9]\d{0,3}[mhd])*")
@@ -60,6 +61,11 @@ class Settings(BaseSettings):
     )
     bucket: str = Field(default="batchsvc", min_length=3, description="bucket that holds inputs, parts and results")
 
+    public_s3_url: str | None = Field(
+        default=None,
+        description="S3 endpoint as clients reach it: downloads are redirected there; unset: the API sends them",
+    )
+
     model: str = Field(
         default="smollm2-135m",
         description="model that this engine worker serves: a name, a path, or hf:owner/name",
@@ -91,6 +97,9 @@ class Settings(BaseSettings):
 
     max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
     max_input_bytes: int = Field(default=8_000_000_000, ge=1, description="most bytes of one uploaded file")
+    max_inline_bytes: int = Field(
+        default=33_554_432, ge=1_024, description="most bytes of a call that holds the requests of its batch"
+    )
     max_expansion: int = Field(
         default=100,
         ge=1,

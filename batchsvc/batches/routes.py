@@ -13,13 +13,15 @@ from batchsvc import failpoints, ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import AdminDep, CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
-from batchsvc.batches import poison_queries, service
+from batchsvc.batches import inputs, poison_queries, service
 from batchsvc.batches.estimate import Habits
+from batchsvc.batches.inputs import NewInput
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
 from batchsvc.errors import InvalidRequestError
+from batchsvc.http.bodies import described, json_body
 from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 
@@ -29,24 +31,39 @@ BatchPage = Annotated[PageArgs, Depends(page_args(default=20, most=100))]
 BATCH_ONLY = ("/chat/completions", "/completions", "/embeddings", "/responses", "/moderations", "/images/generations")
 
 
-@router.post("/batches")
+@router.post("/batches", openapi_extra=described(CreateBatch))
 def create_batch(
-    caller: CallerDep, context: ContextDep, body: CreateBatch, repetition: RepetitionDep
+    caller: CallerDep,
+    context: ContextDep,
+    body: Annotated[CreateBatch, Depends(json_body(CreateBatch))],
+    repetition: RepetitionDep,
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""
     batch_id = ids.batch_id()
 
-    def create(session: Session) -> dict[str, Any]:
+    def create(session: Session, given: NewInput | None) -> dict[str, Any]:
+        call = body
+        if given is not None:
+            file = given.record(session, is_retry=repetition.is_retry)
+            call = body.model_copy(update={"input_file_id": file.id})
         row = service.create_batch(
-            session, caller, body, context.settings, batch_id=batch_id, is_retry=repetition.is_retry
+            session, caller, call, context.settings, batch_id=batch_id, is_retry=repetition.is_retry
         )
         return _shown(session, context, [row])[0]
 
-    shown = context.db.run(
-        lambda session: idempotency.once(
-            session, caller.project_id, "batches", repetition.key, body.model_dump(), partial(create, session)
+    with inputs.opened(context, caller, body) as given:
+        shown = context.db.run(
+            lambda session: idempotency.once(
+                session,
+                caller.project_id,
+                "batches",
+                repetition.key,
+                body.model_dump(),
+                partial(create, session, given),
+            )
         )
-    )
+    if given is not None and shown["input_file_id"] != given.file_id:
+        given.forget()
     failpoints.reach("batch.created")
     if shown["status"] == Status.VALIDATING:
         context.dispatcher.plan(shown["id"])

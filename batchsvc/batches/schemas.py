@@ -13,13 +13,19 @@ from batchsvc.batches.scaling_queries import Demand
 from batchsvc.batches.tables import Batch, Model
 from batchsvc.files.schemas import ExpiresAfter
 
+MOST_REQUESTS = 100_000  # in a call; a file may have more
+
 
 class CreateBatch(BaseModel):
-    """Body of POST /v1/batches. All from `model` on are extensions (`extra_body` of the client)."""
+    """Body of POST /v1/batches. All from `model` on are extensions (`extra_body` of the client).
+
+    The input is a file, or, without one, the `requests` themselves, each as a line of a file would be; their method
+    and url may be left out.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    input_file_id: str
+    input_file_id: str | None = None
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
@@ -30,6 +36,20 @@ class CreateBatch(BaseModel):
     priority: int = Field(default=0, ge=-10, le=10)
     on_quota: Literal["wait", "fail"] = "wait"
     quote_id: str | None = Field(default=None, min_length=1, max_length=64)
+    max_cost: StrictInt | StrictFloat | StrictStr | None = None  # dollars
+    requests: list[dict[str, Any]] | None = Field(default=None, min_length=1, max_length=MOST_REQUESTS)
+
+
+class RunAgain(BaseModel):
+    """Body of a retry or a continuation. What isn't given is as it was for the batch whose lines run again."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    completion_window: str | None = None
+    metadata: dict[str, str] | None = None
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    priority: int | None = Field(default=None, ge=-10, le=10)
+    on_quota: Literal["wait", "fail"] | None = None
     max_cost: StrictInt | StrictFloat | StrictStr | None = None  # dollars
 
 
@@ -90,6 +110,7 @@ def batch_object(row: Batch, outlook: Outlook, *, waiting_for: str | None, sched
         "kv_format": row.kv_format,
         "on_invalid": row.on_invalid,
         "name": row.name,
+        "parent_batch_id": row.parent_batch_id,
         "priority": row.priority,
         "on_quota": row.on_quota,
         "quote_id": row.quote_id,

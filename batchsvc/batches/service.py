@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import outlook, queries, quote_terms, terms, waiting
+from batchsvc.batches import outlook, poison_queries, queries, quote_terms, terms, waiting
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.offpeak import Night
@@ -49,10 +49,10 @@ def create_batch(
     quote = quote_terms.quote_of(session, caller.project_id, body)
     if quote is not None:
         body = quote_terms.with_options_of(body, quote)
-    file = terms.input_file(session, caller.project_id, body.input_file_id)
+    file = terms.input_file(session, caller.project_id, body.input_file_id or "")
     if is_retry:
         for earlier in queries.batches_like(session, caller.api_key_id, file.id, now - RETRY_MS):
-            if _is_same(earlier, body):
+            if earlier.parent_batch_id is None and is_same(earlier, body):
                 return earlier
     if quote is None:
         pins = asdict(terms.pinned_now(session, window, body.model, now))
@@ -130,6 +130,23 @@ def cancel(session: Session, project_id: str, batch_id: str) -> Batch:
     return row
 
 
+def pause(session: Session, project_id: str, batch_id: str) -> Batch:
+    """Let no more of a batch run until it is resumed; what runs is saved and given back. Its deadline stays."""
+    row = get(session, project_id, batch_id)
+    if row.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+        raise InvalidRequestError(
+            f"{row.id} is {row.status}: only a batch that is validating or in_progress can be paused.",
+            code="batch_not_running",
+            param="batch_id",
+        )
+    return poison_queries.pause(session, row.id, None)
+
+
+def resume(session: Session, project_id: str, batch_id: str) -> Batch:
+    """Let a batch run on that its project has paused."""
+    return poison_queries.resume(session, get(session, project_id, batch_id).id, is_operator=False)
+
+
 def live_batch_of(session: Session, file_id: str) -> str | None:
     """A batch that still reads this input file, or None."""
     return queries.live_batch_of(session, file_id, TERMINAL)
@@ -203,7 +220,8 @@ def _max_cost_nanos(body: CreateBatch) -> int | None:
     return nanos
 
 
-def _is_same(row: Batch, body: CreateBatch) -> bool:
+def is_same(row: Batch, body: CreateBatch) -> bool:
+    """Whether a batch is what this call would make of its file."""
     expires_s = body.output_expires_after.seconds if body.output_expires_after else None
     return (
         (row.endpoint, row.completion_window, row.metadata_json, row.name)

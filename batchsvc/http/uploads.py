@@ -201,6 +201,11 @@ class StoreSink:
         return self._store.complete_multipart(self._key, self._upload_id, self._etags)
 
 
+def sha256_of(data: bytes) -> str:
+    """What names the content of an object."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def check_length(header: str | None, max_bytes: int, what: str = "file", param: str = "file") -> None:
     """Refuse a body that says itself that its file is too large, before a byte of it is read."""
     if header and header.isdigit() and int(header) > max_bytes + _MAX_FRAME_BYTES:

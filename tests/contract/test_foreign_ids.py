@@ -32,6 +32,7 @@ REFERENCES = {  # in query or body
     ("/v1/batches", "input_file_id"),
     ("/v1/batches", "quote_id"),
     ("/v1/batches/quote", "input_file_id"),
+    ("/v1/batches/{batch_id}/results", "after"),
     ("/v1/webhook_endpoints", "after"),
     ("/v1/webhook_endpoints/{webhook_endpoint_id}/deliveries", "after"),
 }
@@ -72,6 +73,9 @@ def routes(api: Api) -> list[Route]:
 
 def arguments(route: APIRoute) -> Iterator[str]:
     """Names of all query parameters and body fields."""
+    described = (route.openapi_extra or {}).get("requestBody", {"content": {}})["content"]
+    for kind in described.values():
+        yield from kind["schema"]["properties"]
     waiting = [route.dependant]
     while waiting:
         one = waiting.pop()

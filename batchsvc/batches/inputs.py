@@ -1,0 +1,141 @@
+"""Where the input of a new batch comes from, besides a file that was uploaded before: requests in the call itself.
+
+They are written into an input file, line by line, before the batch is made; from there on it is a batch like any
+other. The file's row and the batch's are one transaction, so that neither is there without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.accounts.service import Caller
+from batchsvc.batches.schemas import CreateBatch
+from batchsvc.errors import InvalidRequestError, ServiceError
+from batchsvc.files import service as files
+from batchsvc.files.tables import File
+from batchsvc.http.deps import Context
+from batchsvc.http.uploads import Stored, sha256_of
+from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
+
+_INLINE_NAME = "requests.jsonl"
+
+
+class NewInput(Protocol):
+    """An input that has no row yet. `record` gives it one, or finds the one that the same call has made before;
+    `forget` is for an input whose call was answered by another one's batch."""
+
+    @property
+    def file_id(self) -> str: ...
+    def record(self, session: Session, *, is_retry: bool) -> File: ...
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineInput:
+    """Requests of a call, stored as a file."""
+
+    store: ObjectStore
+    project_id: str
+    file_id: str
+    s3_key: str
+    stored: Stored
+    life_s: int
+
+    def record(self, session: Session, *, is_retry: bool) -> File:
+        return files.add_upload(
+            session,
+            file_id=self.file_id,
+            project_id=self.project_id,
+            filename=_INLINE_NAME,
+            s3_key=self.s3_key,
+            etag=self.stored.etag,
+            sha256=self.stored.sha256,
+            size_bytes=self.stored.size_bytes,
+            life_s=self.life_s,
+            is_retry=is_retry,
+        )
+
+    def forget(self) -> None:
+        self.store.delete([self.s3_key])
+
+
+@contextmanager
+def opened(context: Context, caller: Caller, body: CreateBatch) -> Iterator[NewInput | None]:
+    """The input that a call brings along; None: it names a file. Raises InvalidRequestError for none, or two."""
+    _check_one(body)
+    if body.requests is None:
+        yield None
+        return
+    with stored_inline(context, caller, body.requests, body.endpoint) as made:
+        yield made
+
+
+@contextmanager
+def stored_inline(
+    context: Context, caller: Caller, requests: Sequence[Mapping[str, Any]], endpoint: str
+) -> Iterator[InlineInput]:
+    """Requests as an input file whose bytes are stored; they go again if the block is refused."""
+    file_id = ids.file_id()
+    key = keys.input_file(caller.project_id, file_id)
+    data = b"".join(inline_lines(requests, endpoint))
+    etag = context.store.put(key, data)
+    stored = Stored(etag=etag, sha256=sha256_of(data), size_bytes=len(data))
+    made = InlineInput(
+        store=context.store,
+        project_id=caller.project_id,
+        file_id=file_id,
+        s3_key=key,
+        stored=stored,
+        life_s=context.settings.file_ttl_s,
+    )
+    with deleted_if_refused(context.store, key):
+        yield made
+
+
+@contextmanager
+def deleted_if_refused(store: ObjectStore, key: str) -> Iterator[None]:
+    """Delete an object that no row names, because what was to name it was refused.
+
+    After any other error a row may name it all the same; then it is the audit that looks.
+    """
+    try:
+        yield
+    except ServiceError:
+        store.delete([key])
+        raise
+
+
+def inline_lines(requests: Sequence[Mapping[str, Any]], endpoint: str) -> Iterator[bytes]:
+    """The lines of an input file: what a request leaves out of `method` and `url` is what its batch implies."""
+    for number, request in enumerate(requests):
+        try:
+            yield orjson.dumps({"method": "POST", "url": endpoint, **request}, option=orjson.OPT_APPEND_NEWLINE)
+        except TypeError as error:  # such as nesting without end
+            where = f"requests.{number}"
+            raise InvalidRequestError(
+                f"{where}: this can't be written as a line of JSON.", code="invalid_value", param=where
+            ) from error
+
+
+def _check_one(body: CreateBatch) -> None:
+    given = [name for name in ("input_file_id", "requests") if getattr(body, name)]
+    if not given:
+        raise InvalidRequestError(
+            "Missing required parameter: 'input_file_id' (or 'requests', to send them in the call itself).",
+            code="missing_required_parameter",
+            param="input_file_id",
+        )
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{given[1]}: a batch has one input, and {given[0]} names another one.",
+            code="invalid_value",
+            param=given[1],
+        )

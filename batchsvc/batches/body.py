@@ -8,7 +8,7 @@ RequestErrors, which cost this line alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -16,35 +16,28 @@ import orjson
 
 from batchsvc.batches import sampling_body
 from batchsvc.batches.body_values import same, wrong
+from batchsvc.batches.rendering import EFFORTS
 from batchsvc.batches.sampling_body import parse_max_tokens, parse_sampling
+from batchsvc.batches.structure_body import parse_form
+from batchsvc.batches.tools_body import ToolUse, parse_message_calls, parse_tools
 from batchsvc.files.lines import shown
 from engine.errors import RequestError
 from engine.request import SamplingParams
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # field -> values that ask for nothing special; null always does
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **sampling_body.REFUSED,
     "stream": (False,),
     "echo": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
@@ -52,11 +45,21 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A checked body. `params` is what a unit row carries, all but `max_tokens`; `max_tokens` None: not given."""
+    """A checked body. `params` is what a unit row carries, all but `max_tokens`; `max_tokens` None: not given. What
+    only the model's template can settle (batches/rendering.py) is in `tools`, `reasoning_effort`, `template_kwargs`."""
 
     messages: list[dict[str, Any]]
     params: dict[str, Any]
     max_tokens: int | None
+    tools: ToolUse | None = None
+    reasoning_effort: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asks_nothing_special(self) -> bool:
+        """Whether any chat template will do."""
+        is_plain = self.tools is None and self.reasoning_effort is None and not self.template_kwargs
+        return is_plain and not any("tool_calls" in message or message["role"] == "tool" for message in self.messages)
 
 
 def parse_chat(body: dict[str, Any]) -> ChatCall:
@@ -69,10 +72,19 @@ def parse_chat(body: dict[str, Any]) -> ChatCall:
                 code="unsupported_parameter",
                 param=name,
             )
+    form, tools = parse_form(body), parse_tools(body)
+    if form and tools is not None:
+        says = "An answer that may call tools can't have a form of its own too; give one of the two."
+        raise RequestError(says, code="unsupported_parameter", param="tools")
+    if body.get("prompt_cache_key") is not None and not isinstance(body["prompt_cache_key"], str):
+        raise wrong("prompt_cache_key", "a string", body["prompt_cache_key"])
     return ChatCall(
         messages=_messages(body),
         max_tokens=parse_max_tokens(body),
-        params=parse_sampling(body),
+        params=parse_sampling(body) | ({"grammar": form} if form else {}),
+        tools=tools,
+        reasoning_effort=_effort(body),
+        template_kwargs=_template_kwargs(body),
     )
 
 
@@ -106,6 +118,7 @@ def fit(call: ChatCall, *, prompt_tokens: int, context_tokens: int, default_max_
 @lru_cache(maxsize=4096)
 def _check_sampling(params_json: bytes) -> None:
     params = orjson.loads(params_json)
+    params.pop("calls", None)  # how calls are read out of the answer, which the engine needn't know
     seed, stop, stop_token_ids = params["seed"] or 0, tuple(params["stop"]), tuple(params["stop_token_ids"])
     SamplingParams(**{**params, "seed": seed, "stop": stop, "stop_token_ids": stop_token_ids})
 
@@ -125,14 +138,38 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             raise RequestError(
                 f"{where}.{name} is not supported here.", code="unsupported_parameter", param=f"{where}.{name}"
             )
     # templates know system; developer is its later name
     role = "system" if role == "developer" else role
-    return {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+    calls = parse_message_calls(message, where)
+    content = message.get("content")
+    made: dict[str, Any] = {"role": role}
+    made["content"] = "" if calls and content is None else _content(content, f"{where}.content")
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise wrong(f"{where}.tool_call_id", "the id of the call that it answers", message.get("tool_call_id"))
+        made["tool_call_id"] = message["tool_call_id"]
+    return made
+
+
+def _effort(body: dict[str, Any]) -> str | None:
+    effort = body.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise wrong("reasoning_effort", f"one of {', '.join(EFFORTS)}", effort)
+    return None if effort is None else str(effort)
+
+
+def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise wrong("chat_template_kwargs", "an object", kwargs)
+    return kwargs or {}
 
 
 def _content(content: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ import orjson
 
 from batchsvc.batches.body import ChatCall, fit, parse_chat
 from batchsvc.batches.part_file import PartLine, error_row
+from batchsvc.batches.rendering import render_chat
 from batchsvc.files.envelope import CheckedRecord
 from batchsvc.files.lines import Problem, UnreadableFileError
 from engine.errors import RequestError
@@ -155,7 +156,7 @@ class _Collector:
             return _Waiting(record)
         try:
             call = parse_chat(record.line.body)
-            return _Waiting(record, call, self._text_model().render(call.messages))
+            return _Waiting(record, *render_chat(call, self._text_model()))
         except RequestError as error:
             return _Waiting(record, error=error)
 

@@ -24,13 +24,14 @@ class TextModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text of a chat. Raises RequestError when the template refuses it or the model has none."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt text of a chat, `variables` given to the template. Raises RequestError when the template refuses
+        it or the model has none."""
         if self.template is None:
             raise RequestError(
                 f"The model {self.meta.name} has no chat template.", code="no_chat_template", param="model"
             )
-        return self.template.render(messages)
+        return self.template.render(messages, **variables)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt of a chat as token ids."""

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
+from engine.text.calls import CallFormat, format_of
 
 MAX_PROMPT_CHARS = 64 << 20
+_ALWAYS = {"messages", "add_generation_prompt"}
 
 
 class _TemplateRefusalError(Exception):
@@ -23,7 +26,7 @@ class _TemplateRefusalError(Exception):
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template. `variables` are the names it asks for, beyond what every template has."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -32,12 +35,25 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._source = source
         try:
+            asked = meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(asked - environment.globals.keys() - self._tokens.keys() - _ALWAYS)
             self._template = environment.from_string(source)
             # a plain dictionary: the template's own chain of them takes longer to copy than a short chat to render
             self._globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ModelError(f"The model's chat template can't be compiled: {error}.") from error
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None if its template doesn't say so, or in no way that we can read."""
+        return format_of(self._source) if "tools" in self.variables else None
+
+    @property
+    def knows_calls(self) -> bool:
+        """Whether it renders the calls in earlier messages, and their results."""
+        return "tool_calls" in self._source and "tool" in self._source.replace("tool_calls", "")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt for `messages`, ready for the answer (`add_generation_prompt` is True unless given).

@@ -149,7 +149,7 @@ def _common(a: list[int], b: list[int]) -> int:
 def test_parameters_and_prompts_that_cannot_run_cost_their_line_alone(planned: Planned) -> None:
     data = jsonl(
         line("ok"),
-        line("tools", tools=[{}]),
+        line("functions", functions=[{}]),
         line("long", "word " * 400),
         line("greedy-for-tokens", max_tokens=255),
         line("image", messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -160,20 +160,20 @@ def test_parameters_and_prompts_that_cannot_run_cost_their_line_alone(planned: P
     rejected = planned.rejected(batch.id)
     errors = {number: row["response"]["body"]["error"] for number, row in rejected.items()}
     assert {number: (error["code"], error["param"]) for number, error in errors.items()} == {
-        2: ("unsupported_parameter", "tools"),
+        2: ("unsupported_parameter", "functions"),
         3: ("context_length_exceeded", "messages"),
         4: ("context_length_exceeded", "messages"),
         5: ("unsupported_parameter", "messages[0].content[0]"),
     }
     assert all(row["error"] is None and row["response"]["status_code"] == 400 for row in rejected.values())
-    assert {row["custom_id"] for row in rejected.values()} == {"tools", "long", "greedy-for-tokens", "image"}
+    assert {row["custom_id"] for row in rejected.values()} == {"functions", "long", "greedy-for-tokens", "image"}
     assert "256" in errors[3]["message"] and "255" in errors[4]["message"]
 
 
 def test_strict_batches_fail_with_all_problems_of_all_windows(planned: Planned) -> None:
     data = jsonl(
         line("a"),
-        line("b", tools=[{}]),
+        line("b", functions=[{}]),
         b"{nonsense\n",
         line("a"),
         line("c") | {"url": "/v1/embeddings", "method": "GET"},

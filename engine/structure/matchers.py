@@ -1,0 +1,102 @@
+"""Follows answers through their grammars, and says for a whole step which tokens may come next.
+
+A grammar is compiled once and copied for each answer; the compiled ones are kept, the longest unused goes first. The
+masks of a step are filled in one call, on all cores and without the GIL. A grammar that turns out too complex in the
+middle of an answer puts its matcher into error and costs that answer alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from engine.structure.grammar import LIMITS, GrammarError, as_reason, to_grammar
+from engine.text.tokenizer import Tokenizer
+
+KEPT_CHARS = 4 << 20
+"""Compiled grammars are kept while their specs have so many characters together; a compiled one is larger than it."""
+
+_NO_TEXT = 0xFF  # begins no UTF-8 text; marks special tokens for the library
+
+
+class Matcher:
+    """One answer's way through its grammar."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self.state = state
+
+    def push(self, token_id: int) -> bool:
+        """Reads a token of the answer. True: the answer is complete and nothing may follow."""
+        self.state.consume_token(token_id)
+        return self.state.is_stopped() and not self.state.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on."""
+        if not self.state.is_error():
+            return None
+        reason = as_reason(self.state.get_error())
+        return "no answer can follow it" if reason.startswith("NoExtension") else reason
+
+
+class Grammars:
+    """The grammars of one model. Not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos_ids)),
+            n_vocab=vocab_size,
+            eos_token=sorted(eos_ids),
+            slices=LLTokenizer.json_slices(),
+        )
+        self._executor = LLExecutor(len(os.sched_getaffinity(0)))
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept_chars = 0
+
+    def start(self, spec: str) -> Matcher:
+        """A matcher at the beginning of an answer. Raises GrammarError when the spec can't be compiled."""
+        compiled = self._compiled.get(spec)
+        if compiled is None:
+            compiled = self._compile(spec)
+        self._compiled.move_to_end(spec)
+        return Matcher(compiled.deep_copy())
+
+    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
+        """Bit t of row i, in little-endian words: whether token t may come next in answer i."""
+        bits = np.full((len(matchers), (self.vocab_size + 31) // 32), -1, dtype=np.int32)
+        fill_next_token_bitmask_par(self._executor, [(m.state, row) for row, m in enumerate(matchers)], bits)
+        return bits
+
+    def _compile(self, spec: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, to_grammar(spec), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(as_reason(matcher.get_error()))
+        self._compiled[spec] = matcher
+        self._kept_chars += len(spec)
+        while self._kept_chars > KEPT_CHARS and len(self._compiled) > 1:
+            gone, _ = self._compiled.popitem(last=False)
+            self._kept_chars -= len(gone)
+        return matcher
+
+
+class _Vocabulary:
+    """Our tokenizer as llguidance asks for one. Ids that stand for no text never match a grammar."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self.eos_token_id = min(eos_ids)
+        self.special_token_ids: list[int] = []
+        self._encode = tokenizer.encode
+        texts = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.tokens = [text or b"%c[%d]" % (_NO_TEXT, token_id) for token_id, text in enumerate(texts)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", errors="replace"))

@@ -24,18 +24,18 @@ import structlog
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
-from batchsvc.batches import finalize_queries, garbage_queries, part_file, window_file
+from batchsvc.batches import finalize_queries, garbage_queries, never_ran, part_file, window_file
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.part_file import PartRows
+from batchsvc.batches.window_spool import Numbers, WindowSpool
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
 from workers.finished import DamagedPart, PartReader
-from workers.merge import Numbers, WindowSpool
 from workers.patience import Patience
 from workers.stream import ResultStream, StreamedObject, UploadLostError
 
@@ -43,14 +43,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PATIENCE_S = 60.0  # that a store may be silent
-_NEVER_RAN = {
-    Status.CANCELLED: ("batch_cancelled", "This request was not run before the batch was cancelled."),
-    Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
-    Status.COMPLETED: (
-        "unit_unreadable",
-        "The stored work of this request is damaged and could not be rebuilt from the input file.",
-    ),
-}
 
 log = structlog.get_logger(__name__)
 
@@ -234,7 +226,7 @@ class _Attempt:
             self._is_sound = False
             self._fenced(finalize_queries.return_window, window.no)
             return None
-        code, message = _NEVER_RAN[self._lease.why]
+        code, message = never_ran.BY_END[self._lease.why]
         lines, done = window_file.read(data), set(finished.tolist())
         missing = [pair for pair in zip(lines.line_nos, lines.custom_ids, strict=True) if pair[0] not in done]
         error_row = partial(part_file.error_row, batch_id=self._lease.batch_id, code=code, message=message)

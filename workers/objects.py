@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from batchsvc import ids
-from batchsvc.batches import part_file, resume_file
+from batchsvc.batches import line_set, part_file, resume_file
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.resume_queries import SavedSequences
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
@@ -31,6 +31,7 @@ def store_part(store: ObjectStore, unit: ClaimedUnit, lines: Sequence[FinishedLi
         sha256=hashlib.sha256(data).hexdigest(),
         size_bytes=len(data),
         bitmap=bits.to_bytes((unit.num_lines + 7) // 8, "little"),
+        line_nos=line_set.encode(line.line_no for line in parts),
         lines_ok=sum(line.is_ok for line in parts),
         lines_err=sum(not line.is_ok for line in parts),
         est_tokens=sum(finished.est_tokens for finished in lines),

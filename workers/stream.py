@@ -15,9 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from batchsvc.batches.window_spool import Rows
 from batchsvc.errors import NotFoundError
 from batchsvc.store.s3 import BusyError, ObjectStore
-from workers.merge import Rows
 
 PART_BYTES = 8 * 1024 * 1024
 _THREADS = 4  # while some wait for the store, others send

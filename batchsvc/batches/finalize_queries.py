@@ -23,7 +23,7 @@ from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement, SQLColumnExpression
 
-from batchsvc.batches import lifecycle, progress_queries, unit_queries
+from batchsvc.batches import lifecycle, progress_queries, result_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Part, Segment, Unit, Window
 from batchsvc.billing import service as billing
@@ -123,6 +123,7 @@ def begin(session: Session, batch_id: str, owner: str, lease_s: float) -> Finali
         why = Status.CANCELLED if batch.status == Status.CANCELLING else ended
         lifecycle.move(session, batch_id, Status.FINALIZING, now_ms=now, values={"why": why})
         session.refresh(batch)
+    result_queries.number_older(session, batch)
     progress_queries.note_merge(batch, 0)  # whatever didn't run is no work any more
     batch.fin_epoch += 1
     batch.fin_owner, batch.fin_lease_ms = owner, now + round(lease_s * 1000)

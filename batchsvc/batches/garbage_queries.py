@@ -2,7 +2,8 @@
 
 An object is *referred to* by a file that nobody has deleted, by an upload that waits for its other parts, or, while its
 batch runs, by a row of it: a unit (its file, its unfinished sequences), a part that counts, a window; and by the
-finalizer whose epoch is the batch's. The objects of an ended batch have served, except for its files.
+finalizer whose epoch is the batch's. Of an ended batch the parts stay as long as its files do, for readers who follow
+its results in order of completion; its other objects have served.
 """
 
 from __future__ import annotations
@@ -58,7 +59,26 @@ def referred_to(session: Session, s3_keys: Collection[str]) -> set[str]:
         found.update(key for key in session.scalars(named) if key)
     for batch_id, fin_epoch in running.items():
         found.update(keys.output(batch_id, fin_epoch, kind) for kind in keys.OUTPUT_KINDS)
+    found |= _readable_parts(session, batch_ids, s3_keys)
     return found & set(s3_keys)
+
+
+def _readable_parts(session: Session, batch_ids: Collection[str], s3_keys: Collection[str]) -> set[str]:
+    """Those of these objects that are parts of an ended batch whose results nobody has deleted."""
+    names = (Batch.id, Batch.fin_epoch, Batch.output_file_id, Batch.error_file_id)
+    ended = session.execute(select(*names).where(Batch.id.in_(batch_ids), Batch.status.in_(TERMINAL))).all()
+    results = {
+        batch.id: {
+            keys.output(batch.id, batch.fin_epoch, kind)
+            for kind, file_id in zip(keys.OUTPUT_KINDS, (batch.output_file_id, batch.error_file_id), strict=True)
+            if file_id is not None
+        }
+        for batch in ended
+    }
+    known = files.known_keys(session, set().union(*results.values()))
+    readable = [batch_id for batch_id, of_batch in results.items() if of_batch and of_batch <= known]
+    parts = select(Part.s3_key).where(Part.batch_id.in_(readable), Part.s3_key.in_(s3_keys), Part.is_void.is_(False))
+    return set(session.scalars(parts))
 
 
 def finalizing(session: Session, s3_keys: Collection[str]) -> set[str]:

@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import budget_queries, garbage_queries, lifecycle, models, queries, quota_queries
+from batchsvc.batches import budget_queries, garbage_queries, lifecycle, models, queries, quota_queries, result_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -65,6 +65,7 @@ class PlanClaim:
     finished_windows: list[WindowObject]
     limits: dict[str, Any] | None = None  # settings that a quote has pinned,
     template_sha256: str | None = None  # and the chat template
+    chosen_lines: bytes | None = None  # only these: see line_set.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class RejectedPart:
     sha256: str
     size_bytes: int
     num_lines: int
+    line_nos: bytes  # see line_set.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         finished_windows=objects_of(windows),
         limits=batch.plan_limits,
         template_sha256=batch.template_sha256,
+        chosen_lines=batch.chosen_lines,
     )
 
 
@@ -249,6 +252,8 @@ def add_rejected(session: Session, batch: Batch, window_no: int, rejected: Rejec
             sha256=rejected.sha256,
             size_bytes=rejected.size_bytes,
             bitmap=None,
+            seq=result_queries.next_seq(batch),
+            line_nos=rejected.line_nos,
             lines_ok=0,
             lines_err=rejected.num_lines,
             created_ms=database_now_ms(session),

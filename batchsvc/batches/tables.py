@@ -46,6 +46,9 @@ class Batch(Base):
     metadata_json: Mapped[dict[str, Any] | None] = mapped_column("metadata", Json)
     output_expires_after_s: Mapped[int | None] = mapped_column(Integer)
 
+    num_requests: Mapped[Count]  # of a message batch, known before it is planned
+    deleted_ms: Mapped[int | None] = mapped_column(BigInt)  # when a message batch was taken out of sight
+
     status: Mapped[str] = mapped_column(String(16))
     why: Mapped[str | None] = mapped_column(String(16))  # the terminal status, fixed when the batch is sealed
     created_ms: Mapped[Millis]
@@ -95,6 +98,9 @@ class Batch(Base):
     crash_times: Mapped[list[Any] | None] = mapped_column(Json)  # [ms] of engine crashes without progress in between
     poison_times: Mapped[list[Any] | None] = mapped_column(Json)  # [ms] at which a line was found to be poison
 
+    part_seq: Mapped[Count]  # the number of its newest part
+    parent_batch_id: Mapped[str | None] = mapped_column(String(64))  # the batch of which it runs lines again
+    chosen_lines: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)  # only these (line_set.py), or all
     total: Mapped[Count]
     completed: Mapped[Count]
     failed: Mapped[Count]
@@ -190,6 +196,7 @@ class Unit(Base):
     num_done: Mapped[int] = mapped_column(Integer, default=0)
     granted_nanos: Mapped[Nanos]  # of what its batch holds, what this lease of it may spend in all
     spent_nanos: Mapped[Nanos]  # and what parts under this lease have cost
+    is_metered: Mapped[bool] = mapped_column(Boolean, default=False)  # whoever leases it has asked for money
     crash_count: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without progress in between
     is_suspect: Mapped[bool] = mapped_column(Boolean, default=False)  # runs alone until it makes progress
     parent_id: Mapped[str | None] = mapped_column(String(64))  # the unit that this one was split from
@@ -206,6 +213,7 @@ class Part(Base):
     __tablename__ = "parts"
     __table_args__ = (
         Index("ix_parts_window", "batch_id", "window_no"),
+        Index("ix_parts_seq", "batch_id", "seq"),
         Index("ix_parts_created", "created_ms"),
         Index("ix_parts_void", "batch_id", sqlite_where=text("is_void"), postgresql_where=text("is_void")),
     )
@@ -219,6 +227,8 @@ class Part(Base):
     sha256: Mapped[str] = mapped_column(String(64))
     size_bytes: Mapped[int] = mapped_column("bytes", BigInt, default=0)
     bitmap: Mapped[bytes | None] = mapped_column(LargeBinary)
+    seq: Mapped[int | None] = mapped_column(BigInt)  # in order of commit, from 1 on; null: an older worker added it
+    line_nos: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)  # its lines, as line_set.py writes them
     is_void: Mapped[bool] = mapped_column(Boolean, default=False)  # found damaged: its lines are run again
     lines_ok: Mapped[Count]
     lines_err: Mapped[Count]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from batchsvc import ids
-from batchsvc.batches import part_file, unit_file
+from batchsvc.batches import line_set, part_file, unit_file
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.plan_queries import RejectedPart
 from batchsvc.batches.unit_file import UnitRow
@@ -50,6 +50,7 @@ def error_part(batch_id: str, plan_epoch: int, rejected: Sequence[PartLine]) -> 
         sha256=hashlib.sha256(data).hexdigest(),
         size_bytes=len(data),
         num_lines=len(rejected),
+        line_nos=line_set.encode(line.line_no for line in rejected),
     )
     return part, data
 

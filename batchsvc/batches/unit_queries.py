@@ -21,7 +21,7 @@ from sqlalchemy import Select, and_, bindparam, case, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
-from batchsvc.batches import budget_queries, claim_queries, poison_queries, progress_queries, retry
+from batchsvc.batches import budget_queries, claim_queries, poison_queries, progress_queries, result_queries, retry
 from batchsvc.batches.claim_queries import LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
@@ -83,6 +83,7 @@ class NewPart:
     sha256: str
     size_bytes: int
     bitmap: bytes
+    line_nos: bytes | None = None  # of the same lines: see line_set.py
     lines_ok: int
     lines_err: int
     est_tokens: int = 0
@@ -193,10 +194,16 @@ def renew(session: Session, owner: str, lease_s: float, unit_ids: Collection[str
 
 def stopping(session: Session, owner: str) -> list[str]:
     """Units that `owner` has to let go of: a look between two renewals, which writes nothing. Served by
-    ix_units_lease."""
+    ix_units_lease.
+
+    Among them those whose project has got a limit since they were claimed: who claims them next asks for money, and
+    goes on with the answers that they have begun.
+    """
     mine = (Unit.owner == owner, Unit.state == "leased")
     ended = ~claim_queries.is_running(database_now_ms(session)) | Batch.is_paused
-    return list(session.scalars(select(Unit.id).join(Batch, Batch.id == Unit.batch_id).where(*mine, ended)))
+    is_limited = Project.is_prepaid | Project.budget_nanos.is_not(None)
+    found = select(Unit.id).join(Batch, Batch.id == Unit.batch_id).join(Project, Project.id == Unit.project_id)
+    return list(session.scalars(found.where(*mine, ended | (is_limited & Unit.is_metered.is_(False)))))
 
 
 def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bool:
@@ -226,6 +233,8 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
         sha256=part.sha256,
         size_bytes=part.size_bytes,
         bitmap=part.bitmap,
+        seq=result_queries.next_seq(batch),
+        line_nos=part.line_nos,
         lines_ok=part.lines_ok,
         lines_err=part.lines_err,
         est_tokens=part.est_tokens,

@@ -19,6 +19,7 @@ JSON = sa.JSON().with_variant(JSONB(), "postgresql")
 def upgrade() -> None:
     _results()
     _uploads()
+    _messages()
 
 
 def _results() -> None:
@@ -76,7 +77,15 @@ def _uploads() -> None:
     op.create_index(op.f("ix_upload_parts_upload_id"), "upload_parts", ["upload_id"])
 
 
+def _messages() -> None:
+    """Batches that know the number of their requests from the start, and that can be deleted."""
+    op.add_column("batches", sa.Column("num_requests", BIG, nullable=False, server_default="0"))
+    op.add_column("batches", sa.Column("deleted_ms", BIG, nullable=True))
+
+
 def downgrade() -> None:
+    for column in ("deleted_ms", "num_requests"):
+        op.drop_column("batches", column)
     for table in ("upload_parts", "uploads"):
         op.drop_table(table)
     op.drop_index("ix_parts_seq", "parts")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from batchsvc import ids
-from batchsvc.batches import part_file, unit_file
+from batchsvc.batches import line_set, part_file, unit_file
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.store import keys
 from engine.request import Completion, FinishReason, Usage
@@ -39,6 +39,7 @@ def new_part(unit: ClaimedUnit, lines: Sequence[FinishedLine], data: bytes, key:
         sha256=hashlib.sha256(data).hexdigest(),
         size_bytes=len(data),
         bitmap=sum(1 << line.bit for line in lines).to_bytes((unit.num_lines + 7) // 8, "little"),
+        line_nos=line_set.encode(line.line_no for line in parts),
         lines_ok=sum(line.is_ok for line in parts),
         lines_err=sum(not line.is_ok for line in parts),
         input_tokens=sum(line.input_tokens for line in parts),

@@ -22,9 +22,9 @@ from workers import stream
 from workers.finalize import Finalizer
 
 
-def run_units(world: World, most_units: int = 100, lines: int | None = None) -> None:
+def run_units(world: World, most_units: int = 100, lines: int | None = None, digest: str = DIGEST) -> None:
     """Work like an engine worker: claim, finish (at most `lines` of each unit) in two parts, release."""
-    for unit in world.db.run(lambda session: unit_queries.claim(session, DIGEST, "w", 30, most_units)):
+    for unit in world.db.run(lambda session: unit_queries.claim(session, digest, "w", 30, most_units)):
         done = finish(world, unit, lines)
         for part in filter(None, (done[::2], done[1::2])):
             commit(world, unit, put_part(world, unit, part))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from batchsvc.batches import part_file
 from batchsvc.batches.part_file import PartLine, PartRows
+from batchsvc.batches.window_spool import Rows, WindowSpool
 from tests.workers.conftest import World
 from workers import stream
-from workers.merge import Rows, WindowSpool
 from workers.stream import ResultStream
 
 ROWS = st.dictionaries(st.integers(1, 10**9), st.tuples(st.booleans(), st.binary(max_size=60)), max_size=40)

@@ -25,6 +25,7 @@ _URLS = {  # how a URL must begin; their clients would raise errors of their own
     "redis_url": ("redis://", "rediss://", "unix://"),
     "s3_endpoint": ("http://", "https://"),
     "public_s3_url": ("http://", "https://"),
+    "public_url": ("http://", "https://"),
 }
 _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 _WINDOWS = re.compile(r"[1-9]\d{0,3}[mhd](,[1-9]\d{0,3}[mhd])*")
@@ -92,6 +93,9 @@ class Settings(BaseSettings):
     max_running: int = Field(default=256, ge=1, description="most sequences in one step")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: all cores")
 
+    public_url: str | None = Field(
+        default=None, description="address of the API as clients see it, such as https://batch.example.com"
+    )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")
     port: int = Field(default=8080, ge=0, le=65535, description="port of the API")
 

@@ -16,7 +16,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.poison import Verdict
 from batchsvc.batches.tables import Batch, Unit
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
 
 _RUNNING = (Status.IN_PROGRESS, Status.FINALIZING)
 
@@ -74,17 +74,24 @@ def note_poison(session: Session, batch_id: str) -> None:
         _pause(batch, f"{len(times)} of its requests each ended an engine process twice")
 
 
-def pause(session: Session, batch_id: str, reason: str) -> Batch:
-    """Stop a batch until somebody resumes it: its units are given back and not claimed. Again changes nothing."""
+def pause(session: Session, batch_id: str, reason: str | None) -> Batch:
+    """Stop a batch until somebody resumes it: its units are given back and not claimed. Again changes nothing.
+
+    With a reason it is an operator who does, and who alone may resume it; without one, the batch's own project.
+    """
     batch = _unended(session, batch_id, "paused")
-    if not batch.is_paused:
+    if not batch.is_paused or batch.pause_reason is None:
         _pause(batch, reason)
     return batch
 
 
-def resume(session: Session, batch_id: str) -> Batch:
+def resume(session: Session, batch_id: str, *, is_operator: bool = True) -> Batch:
     """Let a paused batch run on, with a clean record. Again changes nothing."""
     batch = _unended(session, batch_id, "resumed")
+    if batch.is_paused and batch.pause_reason and not is_operator:
+        raise PermissionDeniedError(
+            f"{batch_id} was paused: {batch.pause_reason}. Only the operator can resume it.", code="paused_by_operator"
+        )
     batch.is_paused, batch.pause_reason = False, None
     batch.crash_times = batch.poison_times = None
     return batch
@@ -143,7 +150,7 @@ def _brake(batch: Batch, now_ms: int) -> None:
         _pause(batch, f"engines crashed {len(times)} times in a row while they ran it")
 
 
-def _pause(batch: Batch, reason: str) -> None:
+def _pause(batch: Batch, reason: str | None) -> None:
     batch.is_paused, batch.pause_reason = True, reason
 
 

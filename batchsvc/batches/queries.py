@@ -46,6 +46,17 @@ def batches_like(session: Session, api_key_id: str, input_file_id: str, since_ms
     return list(session.scalars(wanted.order_by(Batch.created_ms.desc(), Batch.id.desc())))
 
 
+def continuations(session: Session, api_key_id: str, parent: Batch, since_ms: int) -> list[Batch]:
+    """Batches that a key has made of lines of an ended batch since then, newest first."""
+    wanted = select(Batch).where(
+        Batch.input_file_id == parent.input_file_id,
+        Batch.parent_batch_id == parent.id,
+        Batch.api_key_id == api_key_id,
+        Batch.created_ms >= since_ms,
+    )
+    return list(session.scalars(wanted.order_by(Batch.created_ms.desc(), Batch.id.desc())))
+
+
 def live_batch_of(session: Session, file_id: str, ended: Collection[str]) -> str | None:
     """A batch that still reads this file, or None. `ended` are the statuses of batches that read nothing more."""
     reading = select(Batch.id).where(Batch.input_file_id == file_id, Batch.status.not_in(ended))

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from batchsvc.batches import plan_queries, window, window_file
+from batchsvc.batches import line_set, plan_queries, window, window_file
 from batchsvc.batches.damage import verified
 from batchsvc.batches.plan_queries import PlanClaim
 from batchsvc.batches.window import WindowDraft
@@ -121,7 +121,7 @@ class WindowReader:
         try:
             with closing(self._records()) as records:
                 return window.collect(
-                    self._check.check_all(chosen(records)),
+                    self._check.check_all(chosen(self._chosen(records))),
                     batch_id=claim.batch_id,
                     limits=limits,
                     offset=claim.offset,
@@ -153,6 +153,19 @@ class WindowReader:
                 first_line=claim.first_line,
                 offset=claim.offset,
             )
+
+    def _chosen(self, records: Iterator[Record]) -> Iterator[Record]:
+        """The records of a batch that runs lines of another one again are these lines."""
+        if self._claim.chosen_lines is None:
+            yield from records
+            return
+        wanted = set(line_set.decode(self._claim.chosen_lines).tolist())
+        last = max(wanted)
+        for record in records:
+            if record.line_no in wanted:
+                yield record
+            if record.line_no >= last:
+                return
 
     def _seen_ids(self) -> SeenIds:
         windows, batch_id = self._claim.finished_windows, self._claim.batch_id

@@ -109,6 +109,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
             finished_windows=plan_queries.objects_of(before),
             limits=batch.plan_limits,
             template_sha256=batch.template_sha256,
+            chosen_lines=batch.chosen_lines,
         ),
         model_path=model.path if model else "",
         num_lines=window.num_lines,

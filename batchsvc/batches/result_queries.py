@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import line_set
@@ -31,7 +31,8 @@ class HeldLines(NamedTuple):
     line_nos: LineNos | None
 
 
-_COLUMNS = (Part.id, Part.seq, Part.window_no, Part.s3_key, Part.sha256, Part.is_void)
+_SEQ = func.coalesce(Part.seq, 0)
+_COLUMNS = (Part.id, _SEQ, Part.window_no, Part.s3_key, Part.sha256, Part.is_void)
 
 
 def next_seq(batch: Batch) -> int:
@@ -56,15 +57,13 @@ def parts(session: Session, batch_id: str, from_seq: int) -> list[StoredPart]:
 def void_parts(session: Session, batch_id: str) -> list[HeldLines]:
     """The parts that were taken back, in order. Served by ix_parts_void."""
     void = (Part.batch_id == batch_id, Part.is_void, Part.seq.is_not(None))
-    rows = session.execute(select(*_COLUMNS, Part.line_nos).where(*void).order_by(Part.seq))
-    return [_held(row) for row in rows]
+    return _held(session, void)
 
 
 def counting_parts(session: Session, batch_id: str, window_nos: Collection[int]) -> list[HeldLines]:
     """The parts of these windows that count. Served by ix_parts_window."""
     counting = (Part.batch_id == batch_id, Part.window_no.in_(window_nos), Part.is_void.is_(False))
-    rows = session.execute(select(*_COLUMNS, Part.line_nos).where(*counting).order_by(Part.seq))
-    return [_held(row) for row in rows]
+    return _held(session, counting)
 
 
 def num_counting_lines(session: Session, batch_id: str) -> int:
@@ -79,6 +78,9 @@ def windows_from(session: Session, batch_id: str, line_no: int) -> list[Window]:
     return list(session.scalars(select(Window).where(*later).order_by(Window.no)))
 
 
-def _held(row: tuple[object, ...]) -> HeldLines:
-    *columns, data = row
-    return HeldLines(StoredPart(*columns), line_set.decode(data) if isinstance(data, bytes) else None)
+def _held(session: Session, which: tuple[ColumnElement[bool], ...]) -> list[HeldLines]:
+    rows = session.execute(select(*_COLUMNS, Part.line_nos).where(*which).order_by(Part.seq))
+    return [
+        HeldLines(StoredPart(*columns), None if line_nos is None else line_set.decode(line_nos))
+        for *columns, line_nos in rows
+    ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
@@ -24,6 +24,7 @@ from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import service
 from batchsvc.files.schemas import file_object
 from batchsvc.files.tables import File
+from batchsvc.http.conditional import is_range_meant, is_unchanged
 from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.http.ranges import UnsatisfiableRangeError, span
@@ -87,12 +88,23 @@ def delete_file(caller: CallerDep, context: ContextDep, file_id: str) -> dict[st
 
 @router.get("/{file_id}/content")
 def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: Request) -> Response:
-    """The bytes of a file, streamed; one `Range` is honoured with 206."""
+    """The bytes of a file, streamed, or a redirect to a public store; one `Range` is honoured with 206."""
     with context.db.reading() as session:
         row = service.get(session, caller.project_id, file_id)
-    headers = {"Accept-Ranges": "bytes", "ETag": f'"{row.sha256}"', "Content-Disposition": _disposition(row.filename)}
+    given = request.headers
+    headers = {
+        "Accept-Ranges": "bytes",
+        "ETag": f'"{row.sha256}"',
+        "Cache-Control": "private, no-cache",
+        "Content-Disposition": _disposition(row.filename),
+    }
+    if is_unchanged(given.get("if-none-match"), row.sha256):
+        return Response(status_code=304, headers=headers)
+    if "if-range" not in given and (url := context.store.public_url(row.s3_key, headers["Content-Disposition"])):
+        return RedirectResponse(url, 307, {"Cache-Control": "no-store"})  # which knows Range, but not our tag
+    is_meant = is_range_meant(given.get("if-range"), row.sha256)
     try:
-        wanted = span(request.headers.get("range"), row.size_bytes)
+        wanted = span(given.get("range"), row.size_bytes) if is_meant else None
     except UnsatisfiableRangeError:
         refused = InvalidRequestError(f"The file has {row.size_bytes} bytes.", code="range_not_satisfiable")
         return JSONResponse(refused.envelope(), 416, {"Content-Range": f"bytes */{row.size_bytes}"})

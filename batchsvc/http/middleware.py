@@ -95,7 +95,7 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = headers["request-id"] = self.id  # the latter is what Anthropic's client reads
             headers["x-content-type-options"] = "nosniff"
-            headers["cache-control"] = "no-store"
+            headers.setdefault("cache-control", "no-store")
         await self._send(message)
 
     def log(self) -> None:

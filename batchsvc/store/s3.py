@@ -37,6 +37,7 @@ _WRITER = "writer"  # metadata of an object
 _BUSY_ATTEMPTS, _BUSY_S = 5, 0.05
 _DELETE_LIMIT = 1_000  # most keys in one DeleteObjects call
 _READ_ATTEMPTS = 4  # reads in a row that may break off without bringing a byte
+_URL_LIFE_S = 300  # of an address that is signed for a client: time to begin with
 _PLAIN_TYPE = "binary/octet-stream"  # what S3 takes bytes for that have no type
 
 
@@ -89,6 +90,7 @@ class ObjectStore:
             ),
         )
         self._client.meta.events.register("before-call.s3.UploadPart", _name_type)
+        self._public: S3Client | None = _public_client(settings) if settings.public_s3_url else None
 
     def ensure_bucket(self) -> None:
         """Make the bucket if it isn't there."""
@@ -179,6 +181,19 @@ class ObjectStore:
             failures += 1
             if failures >= _READ_ATTEMPTS:
                 raise UnavailableError("The object store broke off while reading.")
+
+    def public_url(self, key: str, disposition: str) -> str | None:
+        """Where a client may fetch an object itself for some minutes, under this Content-Disposition; None: nowhere."""
+        if self._public is None:
+            return None
+        asked = {
+            "Bucket": self.bucket,
+            "Key": key,
+            "ResponseContentDisposition": disposition,
+            "ResponseContentType": "application/octet-stream",
+        }
+        with self._errors(key):
+            return self._public.generate_presigned_url("get_object", Params=asked, ExpiresIn=_URL_LIFE_S)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
@@ -290,6 +305,19 @@ class ObjectStore:
             raise kind(f"The object store refused {what}: {code}.", code="store_refused") from error
         except (BotoCoreError, HTTPClientError, OSError) as error:
             raise UnavailableError("The object store doesn't answer.", code="store_unavailable") from error
+
+
+def _public_client(settings: Settings) -> S3Client:
+    """Signs addresses of the store as clients reach it; it sends nothing itself."""
+    client: S3Client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=settings.public_s3_url,
+        aws_access_key_id=settings.s3_access_key,
+        aws_secret_access_key=settings.s3_secret_key,
+        region_name=settings.s3_region,
+        config=Config(signature_version="s3v4", s3={"addressing_style": "path" if settings.s3_endpoint else "auto"}),
+    )
+    return client
 
 
 def _name_type(params: dict[str, Any], **_: Any) -> None:

@@ -21,7 +21,14 @@ from tests.contract.conftest import Api
 from tests.contract.test_http import _flat, envelope, upload
 from tests.dispatchers import NullDispatcher
 
-OWNED = {"file_id", "upload_id", "batch_id", "quote_id", "webhook_endpoint_id"}  # in paths: what one project owns
+OWNED = {
+    "file_id",
+    "upload_id",
+    "batch_id",
+    "message_batch_id",
+    "quote_id",
+    "webhook_endpoint_id",
+}  # in paths: what one project owns
 SHARED = {"name"}  # names of models: the same for all projects
 WITHIN = {"custom_id"}  # what names something inside of what is owned
 # what the deployment's admin key alone may name, under /v1/admin
@@ -33,6 +40,8 @@ REFERENCES = {  # in query or body
     ("/v1/batches", "quote_id"),
     ("/v1/batches/quote", "input_file_id"),
     ("/v1/batches/{batch_id}/results", "after"),
+    ("/v1/messages/batches", "after_id"),
+    ("/v1/messages/batches", "before_id"),
     ("/v1/webhook_endpoints", "after"),
     ("/v1/webhook_endpoints/{webhook_endpoint_id}/deliveries", "after"),
 }
@@ -96,7 +105,10 @@ def theirs(api: Api) -> dict[str, str]:
     batch = api.call("POST", "/v1/batches", json=body).json()["id"]
     parts = {"bytes": 9, "filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "batch"}
     upload_id = api.call("POST", "/v1/uploads", json=parts).json()["id"]
+    message = {"requests": [{"custom_id": "a", "params": {}}]}
+    message_id = api.call("POST", "/v1/messages/batches", json=message).json()["id"]
     return {
+        "message_batch_id": message_id,
         "file_id": file,
         "upload_id": upload_id,
         "quote_id": quote,
@@ -127,6 +139,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
     _, key = api.new_project()
     before = look(api, theirs)
     never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24, "quote_id": "quote_" + "0" * 24}
+    never["message_batch_id"] = "msgbatch_" + "0" * 24
     never["upload_id"] = "upload_" + "0" * 24
     never["webhook_endpoint_id"] = "we_" + "0" * 24
     walked = 0
@@ -147,6 +160,8 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
         assert api.call("GET", listing, key).json()["data"] == []
         for id_ in theirs.values():
             assert envelope(api.call("GET", f"{listing}?after={id_}", key), 400)["param"] == "after"
+    for cursor in ("after_id", "before_id"):
+        envelope(api.call("GET", f"/v1/messages/batches?{cursor}={theirs['message_batch_id']}", key), 400)
     quote = {"input_file_id": theirs["file_id"]}
     assert envelope(api.call("POST", "/v1/batches/quote", key, json=quote), 400)["param"] == "input_file_id"
     body = {"input_file_id": theirs["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}

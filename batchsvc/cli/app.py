@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from batchsvc.cli import (
+    again,
     doctor,
     invoice,
     jobs,
@@ -25,13 +26,15 @@ from batchsvc.cli.exits import help_table
 from batchsvc.cli.explain import explain
 from batchsvc.cli.quote import quote
 from batchsvc.cli.reconcile import reconcile
+from batchsvc.cli.results import results
 from batchsvc.cli.run import run
+from batchsvc.cli.stops import help_table as stops_table
 
 app = typer.Typer(
     name="batchsvc",
     help="Batch inference as a service: bulk jobs in, results and an exact bill out.\n\n"
     "Start with: batchsvc run FILE.jsonl",
-    epilog=help_table(),
+    epilog=f"{help_table()}\n\n{stops_table()}",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -62,8 +65,12 @@ app.command()(jobs.submit)
 app.command()(jobs.watch)
 app.command("list")(jobs.list_batches)
 app.command()(jobs.show)
-app.command()(jobs.results)
-app.command()(jobs.cancel)
+app.command()(results)
+app.command(epilog=stops_table())(jobs.cancel)
+app.command(epilog=stops_table())(again.pause)
+app.command(epilog=stops_table())(again.resume)
+app.command(epilog=stops_table())(again.retry)
+app.command("continue", epilog=stops_table())(again.continue_)
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(lifecycle.status)

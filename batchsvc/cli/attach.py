@@ -62,7 +62,8 @@ def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
     """Whether a batch does what this run asks for."""
     metadata = batch.get("metadata") or {}
     return (
-        metadata.get(SHA_KEY) == wish.sha256
+        batch.get("parent_batch_id") is None  # else it runs only some of the lines
+        and metadata.get(SHA_KEY) == wish.sha256
         and metadata.get(MODEL_KEY) == wish.model
         and (batch.get("on_invalid") or "fail") == wish.on_invalid
         and wish.quote_id in (None, batch.get("quote_id"))

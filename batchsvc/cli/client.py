@@ -59,12 +59,24 @@ class Client:
     @contextmanager
     def download(self, path: str) -> Iterator[Iterator[bytes]]:
         """What a route answers that sends no JSON, in chunks."""
+        with self._streamed(path, {}) as response:
+            yield response.iter_bytes(_CHUNK_BYTES)
+
+    @contextmanager
+    def results(self, batch_id: str, *, after: str | None, order: str) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """The status of a batch, and its result lines after a cursor, in chunks as they come."""
+        params = {"order": order} | ({"after": after} if after else {})
+        with self._streamed(f"/batches/{batch_id}/results", params) as response:
+            yield response.headers.get("x-batch-status", ""), response.iter_bytes()
+
+    @contextmanager
+    def _streamed(self, path: str, params: dict[str, str]) -> Iterator[httpx.Response]:
         try:
-            with self._http.stream("GET", self.url + path) as response:
+            with self._http.stream("GET", self.url + path, params=params) as response:
                 if response.is_error:
                     response.read()
                     raise _refusal(response)
-                yield response.iter_bytes(_CHUNK_BYTES)
+                yield response
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
@@ -72,11 +84,18 @@ class Client:
 
     def create_batch(self, body: dict[str, Any]) -> dict[str, Any]:
         """Create a batch. A lost answer is asked for again; the headers tell the server that it may know this one."""
+        return self._create("/batches", body)
+
+    def run_again(self, batch_id: str, scope: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A new batch of lines of an ended one: `retry` or `continue`."""
+        return self._create(f"/batches/{batch_id}/{scope}", body)
+
+    def _create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         key = secrets.token_hex(16)
         for attempt in range(_CREATE_ATTEMPTS):
             headers = {"Idempotency-Key": key, "x-stainless-retry-count": str(attempt)}
             try:
-                return self._json("POST", "/batches", json=body, headers=headers)
+                return self._json("POST", path, json=body, headers=headers)
             except CommandError as error:
                 if error.code != Exit.UNREACHABLE or attempt == _CREATE_ATTEMPTS - 1:
                     raise

@@ -1,21 +1,19 @@
-"""`submit`, `watch`, `list`, `show`, `results`, `cancel`: single steps of a batch's life."""
+"""`submit`, `watch`, `list`, `show`, `cancel`: single steps of a batch's life."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import merge, outcome, served, table_output
+from batchsvc.cli import outcome, served
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
-from batchsvc.cli.follow import ENDED, follow
+from batchsvc.cli.follow import follow
 from batchsvc.cli.options import (
     AllowErrorsOption,
     BatchArgument,
@@ -34,7 +32,6 @@ from batchsvc.cli.prompt import (
     SystemOption,
     TemperatureOption,
     requests_of,
-    schema_of,
 )
 from batchsvc.cli.run import (
     DEFAULT_WINDOW,
@@ -49,7 +46,6 @@ from batchsvc.cli.run import (
     QuotedOption,
     SkipOption,
     WindowOption,
-    check_output,
     chosen_input,
     extensions,
     line_model,
@@ -200,62 +196,6 @@ def show(
         "Starts": outcome.local_time(runs) if runs else None,
     }
     console.fields({name: value for name, value in extra.items() if value})
-
-
-def results(
-    batch_id: BatchArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="F", help="Write to F: JSONL, or a table (.parquet, .csv, .tsv)."),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            "--input", metavar="FILE", help="Write a table: beside the rows of FILE, which the batch was run on."
-        ),
-    ] = None,
-    schema: SchemaOption = None,
-    allow_errors: AllowErrorsOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write the result lines of an ended batch, in input order.
-
-    With --json and -o the batch object goes to standard output; without -o the result lines do.
-    """
-    console = Console(as_json=as_json)
-    allowed_errors(allow_errors, 0)
-    is_table = table is not None or schema is not None
-    if is_table and output is None:
-        raise CommandError("--input and --schema make a table: name its file with -o.", Exit.USAGE)
-    if table is not None:
-        table = chosen_input(table, None)
-    schema_of(schema)
-    if output is not None:
-        table_output.check_name(output)
-        is_table = is_table or table_output.is_table(output)
-        check_output(output, table)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="results") as session:
-        batch = session.client.batch(batch_id)
-        if batch["status"] not in ENDED:
-            raise CommandError(f"{batch_id} is {batch['status']}: `batchsvc watch {batch_id}` waits for its end.")
-        if batch["status"] == "failed":
-            outcome.tell_problems(batch, console)
-        elif output is not None and is_table:
-            count = table_output.write_table(session.client, batch, output, source=table, schema=schema)
-            console.say(f"{count:,} rows are in {output}.")
-        elif output is not None:
-            count = merge.write_results(session.client, batch, output)
-            console.say(f"{count:,} lines are in {output}.")
-        else:
-            for line in merge.results(session.client, batch):
-                sys.stdout.buffer.write(line + b"\n")
-            sys.stdout.buffer.flush()
-    if output is not None:
-        console.result(batch)
-    raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
 
 def cancel(

@@ -56,14 +56,22 @@ def check_name(path: Path) -> None:
         raise CommandError(f"{path}: Parquet is compressed inside; name it without {_packing(path)}.", Exit.USAGE)
 
 
-def write_table(client: Client, batch: dict[str, Any], path: Path, *, source: Path | None, schema: Path | None) -> int:
-    """Write the results of an ended batch, by way of `<path>.partial`, beside the rows of `source`. Returns how many
-    rows. Without `source`, the rows are the result lines, with `line` and `custom_id`."""
+def write_table(
+    client: Client,
+    batch: dict[str, Any],
+    path: Path,
+    *,
+    source: Path | None,
+    schema: Path | None,
+    lines: Iterator[bytes] | None = None,
+) -> int:
+    """Write the results of an ended batch, or these lines, by way of `<path>.partial`, beside the rows of `source`.
+    Returns how many rows. Without `source`, the rows are the result lines, with `line` and `custom_id`."""
     asked = Asked.of(schema_of(schema))
     partial = merge.partial_of(path)
     try:
         with ExitStack() as stack:
-            results = _numbered(merge.results(client, batch))
+            results = _numbered(lines or merge.results(client, batch))
             stack.enter_context(closing(results))
             if source is None:
                 count = _write(path, partial, _own_schema(), _own_rows(results), asked)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from batchsvc.batches import finalize_queries, garbage_queries, unit_queries
+from batchsvc.batches import damage, finalize_queries, garbage_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Part
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -218,12 +218,15 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, limit=st.integers(1, 4))
 @example(steps=["half", "read", "run", "finalize", "damage", "read", "finalize", "read", "run", "read"], limit=1)
 @example(steps=["run", "damage", "finalize", "read", "expire", "run", "read input", "finalize"], limit=2)
-def test_no_history_repeats_or_loses_a_line(sqlite_world: World, steps: list[str], limit: int) -> None:
+def test_no_history_repeats_or_loses_a_line(
+    sqlite_world: World, monkeypatch: pytest.MonkeyPatch, steps: list[str], limit: int
+) -> None:
     world = sqlite_world
+    monkeypatch.setattr(damage, "_PAUSE_S", 0.0)
     batch_id = world.add_batch(num_lines=6, unit_lines=3, windows=2)
     followers = [Follower(world, batch_id), Follower(world, batch_id, order="input")]
     held: Any = None

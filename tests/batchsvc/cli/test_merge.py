@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.cli.merge import in_input_order, lines_of
+from batchsvc.cli.merge import in_input_order, latest, lines_of
 
 
 def row(number: int) -> bytes:
@@ -38,3 +38,14 @@ def test_chunks_are_cut_at_newlines_only(lines: list[str], cuts: list[int], ends
     edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
     chunks = [whole[a:b] for a, b in itertools.pairwise(edges)]
     assert list(lines_of(chunks)) == [line.encode() for line in lines]
+
+
+@given(st.lists(st.sets(st.integers(1, 30)), min_size=1, max_size=4))
+def test_a_chain_of_batches_says_of_each_line_what_the_youngest_says(ages: list[set[int]]) -> None:
+    streams = [
+        [json.dumps({"age": age, "line": number}).encode() for number in sorted(numbers)]
+        for age, numbers in enumerate(ages)
+    ]
+    youngest = {number: age for age, numbers in enumerate(ages) for number in numbers}
+    found = [json.loads(line) for line in latest(streams)]
+    assert [(line["line"], line["age"]) for line in found] == sorted(youngest.items())

@@ -42,6 +42,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 
+# forms are large and compiled already; how calls are read out of an answer is nothing to the engine
+_CHECKED_BEFORE = ("grammar", "calls")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
@@ -111,14 +114,13 @@ def fit(call: ChatCall, *, prompt_tokens: int, context_tokens: int, default_max_
     max_tokens = min(default_max_tokens, left) if call.max_tokens is None else call.max_tokens
     params = {"max_tokens": max_tokens, **call.params}
     # the engine's own check last: a worker must never meet a request that it refuses to build
-    _check_sampling(orjson.dumps(params))
+    _check_sampling(orjson.dumps({name: value for name, value in params.items() if name not in _CHECKED_BEFORE}))
     return params
 
 
 @lru_cache(maxsize=4096)
 def _check_sampling(params_json: bytes) -> None:
     params = orjson.loads(params_json)
-    params.pop("calls", None)  # how calls are read out of the answer, which the engine needn't know
     seed, stop, stop_token_ids = params["seed"] or 0, tuple(params["stop"]), tuple(params["stop_token_ids"])
     SamplingParams(**{**params, "seed": seed, "stop": stop, "stop_token_ids": stop_token_ids})
 

@@ -1,4 +1,4 @@
-"""A checked chat meets its model: the prompt's text, and the form that calls of tools must have there.
+"""Where a checked chat meets its model: the prompt's text, and the form that calls of tools must have there.
 
 Tools, reasoning effort and further variables go to the chat template if it knows them. If it doesn't, they cost the
 line: an answer without them would look like an answer with them. Only where the answer must call a tool, a template

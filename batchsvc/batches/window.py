@@ -7,6 +7,7 @@ problems that fail the batch. After the first such problem lines are only checke
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from engine.errors import RequestError
 from engine.text import TextModel
 
 _TOKENIZE_LINES = 256
+_LONGEST_KEY = 512  # bytes
 _TOKENIZE_CHARS = 2_000_000
 
 
@@ -240,4 +242,5 @@ def fold_key(params: dict[str, Any]) -> bytes | None:
         params = {**params, "seed": None}
     elif params["seed"] is None:
         return None
-    return orjson.dumps(params)
+    key = orjson.dumps(params)
+    return key if len(key) <= _LONGEST_KEY else hashlib.blake2b(key).digest()  # a schema may be long, lines are many

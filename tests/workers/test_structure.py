@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import orjson
 import pytest
+from openai.types.chat import ChatCompletion
 
 from batchsvc.batches import unit_file
 from batchsvc.batches.body import fit, parse_chat
@@ -106,6 +107,7 @@ def test_the_schema_of_the_command_line_is_followed(engine: Engine, text: TextMo
 def test_a_forced_call_is_a_call(engine: Engine, text: TextModel) -> None:
     body = asking(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "rate"}}, seed=3)
     first = answered(engine, text, body)
+    ChatCompletion.model_validate(first, strict=True)
     choice = first["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 from batchsvc.batches.body import ChatCall, parse_chat
 from batchsvc.batches.rendering import render_chat
@@ -151,6 +153,19 @@ def test_arguments_that_can_not_be_followed_name_their_tool(hermes: TextModel) -
     with pytest.raises(RequestError, match="not") as refused:
         render_chat(parse(tools=[NOW, bad], tool_choice="required"), hermes)
     assert refused.value.param == "tools[1].function.parameters"
+
+
+class Place(BaseModel):
+    city: str
+    zip_code: str | None
+    kind: Literal["home", "work"]
+    near: list[Place]
+
+
+def test_tools_that_the_official_client_makes_of_classes_can_be_followed(hermes: TextModel) -> None:
+    tool = openai.pydantic_function_tool(Place, name="visit")
+    call, text = render_chat(parse(tools=[tool], tool_choice="required"), hermes)
+    assert call.params["grammar"] and '"visit"' in text
 
 
 def test_a_key_for_caches_changes_nothing() -> None:

@@ -15,21 +15,17 @@ class Stop(NamedTuple):
 
 
 _KEPT = "finished lines are delivered and billed"
-_REST = "`continue`: the lines that never ran"
+_REST = "`continue` (the lines that never ran), `retry` (all without an answer)"
 
 TABLE = (
     Stop("Ctrl-C in `run` or `watch`", "the batch goes on, unless the command had started the stack itself", "`watch`"),
     Stop("Ctrl-C in `results --follow -o F`", "the batch goes on, F has all lines so far", "the same command again"),
-    Stop("a worker, a server or the whole stack ends", "finished lines are kept", "by itself when it runs again"),
+    Stop("a worker, a server or the whole stack ends", "finished lines are kept", "by itself, when it runs again"),
     Stop("`pause`", "it stays in_progress and its deadline stays; running lines are saved", "`resume`"),
     Stop("`cancel`", _KEPT, _REST),
-    Stop(
-        "the deadline passes (expired)",
-        "finished lines are delivered and billed",
-        "`continue`: the lines that never ran",
-    ),
-    Stop("the batch ends with error lines", "they cost nothing", "`retry`: all lines that have an error"),
-    Stop("the input is refused (failed)", "nothing has run", "correct it and `run` it again"),
+    Stop("the deadline passes (expired)", _KEPT, _REST),
+    Stop("the batch ends with error lines", "they cost nothing", "`retry` (all lines that have an error)"),
+    Stop("the input is refused (failed)", "nothing has run", "correct it and `run` it"),
 )
 
 
@@ -37,7 +33,7 @@ def help_table() -> str:
     """The table as text for --help."""
     rows = []
     for stop in TABLE:
-        rows += wrap(f"{stop.what}: {stop.state}; goes on: {stop.goes_on}", 104, subsequent_indent="    ")
+        rows += wrap(f"{stop.what}: {stop.state}; then: {stop.goes_on}", 104, subsequent_indent="    ")
     text = "\n".join(f"  {row}" for row in rows).replace("`", "")
     return f"\b\nAfter a stop:\n{text}"
 

@@ -95,6 +95,7 @@ class Usage:
     prompt_tokens: int
     hit_tokens: int
     output_tokens: int
+    steps: int = field(default=0, compare=False)  # that it took part in, of the engine that ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class Sequence:
     num_preemptions: int = 0
     num_overtaken: int = 0
     last_step: int = -1
+    num_steps: int = 0  # that it took part in
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
     entries: list[Entry] = field(default_factory=list)  # of block_ids[: len(entries)], as in the index

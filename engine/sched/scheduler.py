@@ -352,6 +352,7 @@ class Scheduler:
         token_ids = tuple(seq.tokens[start:end])
         samples = seq.advance(num_tokens)
         seq.last_step = self._next_step
+        seq.num_steps += 1
         shares.append(_Share(seq, seq.num_preemptions, end, samples))
         chunks.append(
             Chunk(

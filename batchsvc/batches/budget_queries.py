@@ -83,6 +83,7 @@ def grant(
     unit = session.get(Unit, unit_id, with_for_update=True, populate_existing=True)
     if batch is None or unit is None or unit.state != "leased" or unit.epoch != epoch:
         return None
+    unit.is_metered = True
     others = _outstanding(session, batch.id, unit_id)
     reach = unit.spent_nanos + batch.reserved_nanos - batch.cost_nanos - others
     cap = None if batch.max_cost_nanos is None else max(0, batch.max_cost_nanos - batch.reserved_nanos)

@@ -349,6 +349,6 @@ def _lease_statement(kind: Kind, is_night: bool) -> ReturningUpdate[*tuple[Any, 
         update(Unit)
         .where(Unit.id.in_(select(picked.c.id)))
         .values(state="leased", epoch=Unit.epoch + 1, owner=bindparam("p_owner"), lease_ms=bindparam("p_lease_ms"))
-        .values(granted_nanos=0, spent_nanos=0)
+        .values(granted_nanos=0, spent_nanos=0, is_metered=False)
         .returning(Unit.id, Unit.epoch, Unit.no, Unit.est_tokens, Unit.num_lines, lacking)
     )

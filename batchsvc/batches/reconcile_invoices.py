@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batchsvc.batches.reconcile import Report, share
+from batchsvc.batches.reconcile_amounts import compare_amounts, compare_payments
 from batchsvc.batches.reconcile_queries import Reader, Snapshot, decoded
 
 _PAGE = 100
@@ -21,9 +22,9 @@ _USAGE = (
     " input_tokens, SUM(cached_tokens) AS cached_input_tokens, SUM(output_tokens) AS output_tokens FROM usage"
     " WHERE project_id = :project AND created_ms >= :start AND created_ms < :end GROUP BY model, tier, price_version"
 )
-_REFUNDS = (
+_GIVEN_BACK = (
     "SELECT COALESCE(SUM(e.amount_nanos), 0) FROM ledger_transactions t JOIN ledger_entries e"
-    " ON e.transaction_id = t.id WHERE t.project_id = :project AND t.kind = 'refund' AND e.account = 'revenue'"
+    " ON e.transaction_id = t.id WHERE t.project_id = :project AND t.kind = :kind AND e.account = :account"
     " AND t.created_ms >= :start AND t.created_ms < :end"
 )
 _RATE = (
@@ -57,8 +58,9 @@ def compare_invoices(reader: Reader, report: Report) -> None:
                 report.invoices += 1
                 _compare_invoice(now, report, row)
         if not page:
-            return
+            break
         after = page[-1]["id"]
+    compare_payments(reader, report)
 
 
 def _compare_invoice(now: Snapshot, report: Report, row: dict[str, Any]) -> None:
@@ -76,8 +78,7 @@ def _compare_invoice(now: Snapshot, report: Report, row: dict[str, Any]) -> None
                 rates[row_of] = found["nanos_per_mtok"] if found else None
             report.compare(where, "rate_nanos", line["rate_nanos"], rates[row_of])
     report.compare(place, "net_nanos", row["net_nanos"], sum(line["amount_nanos"] for line in lines))
-    gross = row["net_nanos"] + row["tax_nanos"] + row["rounding_nanos"]
-    report.compare(place, "payable_nanos", row["payable_nanos"], gross)
+    compare_amounts(now, report, place, row)
     if _bills_a_month(row) and row["status"] != "void":
         for project in decoded(row["projects"]):
             _compare_month(now, report, place, row, project["id"], lines)
@@ -94,7 +95,7 @@ def _compare_month(
     billed, tokens = Counter[str](), Counter[tuple[Any, ...]]()
     for line in lines:
         if line["project_id"] == project_id:
-            billed["refund" if line["kind"] == "refund" else "usage"] += line["amount_nanos"]
+            billed[line["kind"] if line["kind"] in ("refund", "goodwill") else "usage"] += line["amount_nanos"]
             if line["kind"] in _KINDS:
                 tokens[line["model"], line["tier"], line["price_version"], line["kind"]] += line["tokens"]
     used = 0
@@ -108,7 +109,9 @@ def _compare_month(
     for key, count in tokens.items():
         report.compare(place, f"{key[3]} of {key[0]}, {key[1]}", count, 0)
     report.compare(place, "usage of the month", billed["usage"], used)
-    report.compare(place, "refunds of the month", billed["refund"], now.number(_REFUNDS, **bounds))
+    for item, kind, account in (("refund", "refund", "revenue"), ("goodwill", "credit", "credits")):
+        given = now.number(_GIVEN_BACK, kind=kind, account=account, **bounds)
+        report.compare(place, f"{item}s of the month", billed[item], given)
     claim = now.one(_CLAIM, project=project_id, month=row["month"])
     report.compare(place, "invoice of the month", claim["invoice_id"] if claim else None, row["id"])
 

@@ -75,6 +75,11 @@ def charges(
         for result in bucket["results"]:
             grouped[tuple(result[name] for name in GROUPS[:-1])].append(result)
         for results in grouped.values():
+            if results[0]["model"] is None:  # what was given back: a charge of its own each
+                for result in results:
+                    cost = result["amount_nanos"] * 10**_TOKEN_DECIMALS
+                    yield _charge(_common(bucket, result, seller, projects, keys), _correction(result, cost))
+                continue
             common = _common(bucket, results[0], seller, projects, keys)
             exact = 0
             for result in results:
@@ -110,14 +115,14 @@ def _common(
         "InvoiceIssuerName": seller,
         "ProviderName": seller,
         "PublisherName": seller,
-        "ResourceId": result["batch_id"],
-        "ResourceType": "Batch",
+        "ResourceId": result["batch_id"] or "",
+        "ResourceType": "Batch" if result["batch_id"] else "",
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": "Batch Inference",
-        "SubAccountId": key_id,
+        "SubAccountId": key_id or "",
         "SubAccountName": keys.get(key_id, ""),
         "Tags": json.dumps(metadata, ensure_ascii=False) if metadata else "",
-        "x_PriceVersion": str(result["price_version"]),
+        "x_PriceVersion": "" if result["price_version"] is None else str(result["price_version"]),
     }
 
 
@@ -144,6 +149,17 @@ def _usage(result: Mapping[str, Any], cost: int) -> dict[str, str]:
 def _adjustment(result: Mapping[str, Any], cost: int) -> dict[str, str]:
     description = f"rounding of lines to nano-dollars, {result['model']}, {result['service_tier']}"
     return {**_costs(cost), "ChargeCategory": "Adjustment", "ChargeDescription": description}
+
+
+def _correction(result: Mapping[str, Any], cost: int) -> dict[str, str]:
+    """Goodwill is a credit; a refund or a credit note corrects what was billed before."""
+    item = str(result["line_item"])
+    own = (
+        {"ChargeCategory": "Credit"}
+        if item == "goodwill"
+        else {"ChargeCategory": "Adjustment", "ChargeClass": "Correction"}
+    )
+    return {**_costs(cost), **own, "ChargeDescription": item, "ChargeFrequency": "One-Time"}
 
 
 def _costs(cost: int) -> dict[str, str]:

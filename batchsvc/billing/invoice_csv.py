@@ -10,7 +10,7 @@ from itertools import chain
 from sqlalchemy.orm import Session
 
 from batchsvc.billing import invoice_queries as queries
-from batchsvc.billing.invoice_draft import earlier_bill
+from batchsvc.billing.invoice_draft import GOODWILL
 from batchsvc.billing.invoice_tables import Invoice
 from batchsvc.billing.month import Month, iso_time
 
@@ -36,14 +36,15 @@ COLUMNS = (
 def rows(session: Session, row: Invoice) -> Iterator[tuple[object, ...]]:
     """The parts of an invoice, then what it gives back; `amount_nanos` adds up to its net amount.
 
-    Usage is append-only and nothing is added to a closed month, so these are the rows that the invoice was made of.
+    Usage is append-only and nothing is added to a closed month, so these are the rows that the invoice was made of;
+    what they correct was noted when it was made.
     """
     name = row.number or row.id
     if row.kind == "credit_note" and row.corrects:
         yield (name, "credit", row.project_id, "", "", "", "", "", "", 0, 0, 0, 0, row.net_nanos, row.corrects)
         return
     month, projects = Month.parse(row.month), row.project_ids
-    billed = queries.billed(session, projects)
+    corrects = queries.corrections(session, row.id)
     for use in queries.usage_details(session, projects, month):
         yield (
             name,
@@ -60,13 +61,12 @@ def rows(session: Session, row: Invoice) -> Iterator[tuple[object, ...]]:
             use.cached_tokens,
             use.output_tokens,
             use.cost_nanos,
-            earlier_bill(billed, use.project_id, use.original_ms, month) or "",
+            corrects.get(use.part_id, ""),
         )
-    for refund in queries.refunds(session, projects, month):
-        corrects = earlier_bill(billed, refund.project_id, refund.usage_ms, month) or ""
-        counts = (0, 0, 0, 0, refund.amount_nanos, corrects)
-        when = iso_time(refund.created_ms)
-        yield (name, "refund", refund.project_id, refund.batch_id or "", "", when, "", "", "", *counts)
+    for back in queries.given_back(session, projects, month):
+        kind = GOODWILL if back.kind == "credit" else back.kind
+        counts = (0, 0, 0, 0, back.amount_nanos, corrects.get(back.key, ""))
+        yield (name, kind, back.project_id, back.batch_id or "", "", iso_time(back.created_ms), "", "", "", *counts)
 
 
 def text(found: Iterable[tuple[object, ...]]) -> Iterator[str]:

@@ -18,6 +18,7 @@ ITEMS = {
     "output_tokens": "output tokens",
     "rounding": "rounding of requests to 0.000000001",
     "refund": "refund",
+    "goodwill": "goodwill credit",
     "credit": "credit, without tax",
 }
 

@@ -1,13 +1,14 @@
 """Makes drafts: a project's month added up, with the parties and terms of this moment.
 
-The rows of a month are its usage by price and its refunds. What it takes back from earlier months has rows of its own
-that name the invoice they correct. A draft may be made again at any time and replaces the one before.
+The rows of a month are its usage by price, its refunds and its goodwill credits. What it takes back from earlier months
+has rows of its own that name the invoice they correct. A draft may be made again at any time and replaces the one
+before; what a posting corrects is noted with it, so that an issued invoice says for ever what it said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -20,13 +21,14 @@ from batchsvc.billing import invoice_queries as queries
 from batchsvc.billing import line_items, service
 from batchsvc.billing.currency import exponent_of
 from batchsvc.billing.invoice import PRICE_CURRENCY, InvoiceStatus, Line, Posted, Terms, Totals
-from batchsvc.billing.invoice_tables import BillingParty, Invoice
+from batchsvc.billing.invoice_tables import BillingParty, Invoice, InvoiceLine
 from batchsvc.billing.month import Month
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
 from batchsvc.money import NANOS_PER_DOLLAR, Rates
 from batchsvc.settings import Settings
 
+GOODWILL = "goodwill"  # the kind of a line that gives something without a charge behind it
 REVERSE_CHARGE = "Reverse charge: the recipient of the supply is liable for the tax."
 
 
@@ -103,17 +105,17 @@ def draft(
         net_nanos=net_nanos,
         amounts=rules.totals(net_nanos, terms),
         lines=lines,
+        corrections=month_corrections(session, projects, month, known),
     )
 
 
 def earlier_bill(
-    billed: Mapping[tuple[str, str], str], project_id: str, used_ms: int | None, month: Month
+    billed: Mapping[tuple[str, str], str], project_id: str, used: Month | None, month: Month
 ) -> str | None:
     """The invoice on which something was billed that was used before `month`, or the month of use, if none was."""
-    if used_ms is None or used_ms >= month.start_ms:
+    if used is None or used >= month:
         return None
-    used = str(Month.of(used_ms))
-    return billed.get((project_id, used), used)
+    return billed.get((project_id, str(used)), str(used))
 
 
 def month_lines(
@@ -138,7 +140,7 @@ def month_lines(
     for taken_back in queries.reversals(session, projects, month):
         row = taken_back.usage
         add(row, None, -1)  # out of the month's own rows, into those of the invoice it corrects
-        add(row, earlier_bill(billed, row.project_id, taken_back.original_ms, month))
+        add(row, earlier_bill(billed, row.project_id, Month.of(taken_back.original_ms), month))
     lines = [
         Line(
             project_id=project_id,
@@ -157,14 +159,34 @@ def month_lines(
     lines += [
         Line(
             project_id=row.project_id,
-            kind="refund",
+            kind=GOODWILL if row.kind == "credit" else row.kind,
             amount_nanos=row.amount_nanos,
-            reverses=earlier_bill(billed, row.project_id, row.usage_ms, month),
+            reverses=earlier_bill(billed, row.project_id, row.corrects, month),
             batch_id=row.batch_id,
         )
-        for row in queries.refunds(session, projects, month)
+        for row in queries.given_back(session, projects, month)
     ]
     return sorted(lines, key=lambda line: (projects.index(line.project_id), line.reverses or ""))
+
+
+def month_corrections(
+    session: Session, projects: Sequence[str], month: Month, billed: Mapping[tuple[str, str], str]
+) -> dict[str, str]:
+    """What the month's postings correct, by their keys; those that correct nothing earlier are left out."""
+    found = {
+        row.key: earlier_bill(billed, row.usage.project_id, Month.of(row.original_ms), month)
+        for row in queries.reversals(session, projects, month)
+    }
+    found |= {
+        row.key: earlier_bill(billed, row.project_id, row.corrects, month)
+        for row in queries.given_back(session, projects, month)
+    }
+    return {key: corrects for key, corrects in found.items() if corrects}
+
+
+def as_lines(rows: Sequence[InvoiceLine]) -> list[Line]:
+    """Stored rows as they were made."""
+    return [Line(**{field.name: getattr(row, field.name) for field in fields(Line)}) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +260,7 @@ def store(
     net_nanos: int,
     amounts: Totals,
     lines: Sequence[Line],
+    corrections: Mapping[str, str] | None = None,
     posted: Posted | None = None,
     **more: Any,
 ) -> Invoice:
@@ -266,4 +289,5 @@ def store(
     queries.insert_lines(
         session, [{"invoice_id": row.id, "no": no, **asdict(line)} for no, line in enumerate(lines, 1)]
     )
+    queries.insert_corrections(session, row.id, corrections or {})
     return row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, func, select, update
@@ -10,8 +10,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
 from batchsvc.billing.invoice import InvoiceStatus
-from batchsvc.billing.invoice_tables import BillingParty, Invoice, InvoiceClaim, InvoiceLine, InvoiceSeries
-from batchsvc.billing.ledger import REVENUE
+from batchsvc.billing.invoice_tables import (
+    BillingParty,
+    Invoice,
+    InvoiceClaim,
+    InvoiceCorrection,
+    InvoiceLine,
+    InvoiceSeries,
+)
+from batchsvc.billing.ledger import CREDITS, REVENUE
 from batchsvc.billing.month import Month
 from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageRow
 
@@ -36,19 +43,21 @@ class UsageSum(NamedTuple):
 class Reversal(NamedTuple):
     """Usage that is taken back from an earlier month: all counts are negative."""
 
+    key: str
     usage: UsageSum
     original_ms: int
 
 
-class Refund(NamedTuple):
-    """Money given back for a batch: taken out of revenue."""
+class GivenBack(NamedTuple):
+    """A refund, which is taken out of revenue, or a goodwill credit; the amount is below 0."""
 
+    kind: str
     project_id: str
     batch_id: str | None
     key: str
     created_ms: int
     amount_nanos: int
-    usage_ms: int | None  # when the batch last used something
+    corrects: Month | None
 
 
 class UsageDetail(NamedTuple):
@@ -66,7 +75,6 @@ class UsageDetail(NamedTuple):
     cached_tokens: int
     output_tokens: int
     cost_nanos: int
-    original_ms: int | None
 
 
 # -- usage of a month ----------------------------------------------------------------------------------------------
@@ -105,39 +113,39 @@ def reversals(session: Session, projects: Sequence[str], month: Month) -> list[R
             UsageRow.output_tokens,
             UsageRow.cost_nanos,
             _Original.created_ms,
+            UsageRow.part_id,
         )
         .join(_Original, _is_reversal_before(month))
         .where(_in_month(projects, month))
         .order_by(UsageRow.part_id)
     )
-    return [Reversal(UsageSum(*row[:9]), row[9]) for row in rows]
+    return [Reversal(row[10], UsageSum(*row[:9]), row[9]) for row in rows]
 
 
-def refunds(session: Session, projects: Sequence[str], month: Month) -> list[Refund]:
-    """The month's refunds. Their amounts are what they moved in revenue, so below 0."""
-    last_use = (
-        select(func.max(UsageRow.created_ms)).where(UsageRow.batch_id == LedgerTransaction.batch_id).scalar_subquery()
-    )
+def given_back(session: Session, projects: Sequence[str], month: Month) -> list[GivenBack]:
+    """The month's refunds and goodwill credits, in order."""
+    posting = LedgerTransaction
     rows = session.execute(
         select(
-            LedgerTransaction.project_id,
-            LedgerTransaction.batch_id,
-            LedgerTransaction.key,
-            LedgerTransaction.created_ms,
+            posting.kind,
+            posting.project_id,
+            posting.batch_id,
+            posting.key,
+            posting.created_ms,
             LedgerEntry.amount_nanos,
-            last_use,
+            posting.corrects_month,
         )
-        .join(LedgerEntry, LedgerEntry.transaction_id == LedgerTransaction.id)
+        .join(LedgerEntry, LedgerEntry.transaction_id == posting.id)
         .where(
-            LedgerTransaction.project_id.in_(projects),
-            LedgerTransaction.created_ms >= month.start_ms,
-            LedgerTransaction.created_ms < month.end_ms,
-            LedgerTransaction.kind == "refund",
-            LedgerEntry.account == REVENUE,
+            posting.project_id.in_(projects),
+            posting.created_ms >= month.start_ms,
+            posting.created_ms < month.end_ms,
+            ((posting.kind == "refund") & (LedgerEntry.account == REVENUE))
+            | ((posting.kind == "credit") & (LedgerEntry.account == CREDITS)),
         )
-        .order_by(LedgerTransaction.id)
+        .order_by(posting.id)
     )
-    return [Refund(*row) for row in rows]
+    return [GivenBack(*row[:6], Month.parse(row[6]) if row[6] else None) for row in rows]
 
 
 def usage_details(session: Session, projects: Sequence[str], month: Month) -> Iterator[UsageDetail]:
@@ -156,9 +164,7 @@ def usage_details(session: Session, projects: Sequence[str], month: Month) -> It
             UsageRow.cached_tokens,
             UsageRow.output_tokens,
             UsageRow.cost_nanos,
-            _Original.created_ms,
         )
-        .outerjoin(_Original, _is_reversal_before(month))
         .where(_in_month(projects, month))
         .order_by(UsageRow.created_ms, UsageRow.part_id)
         .execution_options(yield_per=2000)
@@ -261,6 +267,12 @@ def lines(session: Session, invoice_id: str) -> list[InvoiceLine]:
     )
 
 
+def corrections(session: Session, invoice_id: str) -> dict[str, str]:
+    """What the postings on an invoice correct, by their keys, as it was known when the invoice was made."""
+    rows = select(InvoiceCorrection.key, InvoiceCorrection.corrects).where(InvoiceCorrection.invoice_id == invoice_id)
+    return {row.key: row.corrects for row in session.execute(rows)}
+
+
 def credit_notes(session: Session, number: str) -> list[Invoice]:
     """The credit notes that correct an invoice."""
     return list(session.scalars(select(Invoice).where(Invoice.corrects == number).order_by(Invoice.no)))
@@ -273,6 +285,7 @@ def drop_drafts(session: Session, project_id: str, month: str) -> None:
     )
     ids = list(session.scalars(drafts))
     session.execute(delete(InvoiceLine).where(InvoiceLine.invoice_id.in_(ids)))
+    session.execute(delete(InvoiceCorrection).where(InvoiceCorrection.invoice_id.in_(ids)))
     session.execute(delete(Invoice).where(Invoice.id.in_(ids)))
 
 
@@ -297,3 +310,20 @@ def insert_lines(session: Session, rows: list[dict[str, Any]]) -> None:
     """Adds the rows of a draft."""
     session.add_all(InvoiceLine(**row) for row in rows)
     session.flush()
+
+
+def insert_corrections(session: Session, invoice_id: str, corrections: Mapping[str, str]) -> None:
+    """Notes what the postings on a draft correct."""
+    session.add_all(
+        InvoiceCorrection(invoice_id=invoice_id, key=key, corrects=corrects) for key, corrects in corrections.items()
+    )
+    session.flush()
+
+
+def open_invoices(session: Session, project_id: str) -> list[Invoice]:
+    """The invoices that a project has yet to pay; credit notes of months are settled with the next payment."""
+    unpaid = (InvoiceStatus.ISSUED, InvoiceStatus.DISPUTED)
+    query = select(Invoice).where(
+        Invoice.project_id == project_id, Invoice.status.in_(unpaid), Invoice.kind == "invoice"
+    )
+    return list(session.scalars(query.order_by(Invoice.no)))

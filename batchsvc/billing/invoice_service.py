@@ -15,18 +15,24 @@ amount of each project, receivable:<payer> -> tax and -> rounding for the rest. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import service as accounts
+from batchsvc.billing import correction_queries
 from batchsvc.billing import invoice as rules
 from batchsvc.billing import invoice_postings as postings
 from batchsvc.billing import invoice_queries as queries
+from batchsvc.billing import queries as money
 from batchsvc.billing.invoice import InvoiceStatus, Line, Posted, Terms, Totals
-from batchsvc.billing.invoice_draft import seller_of, store, terms_of
+from batchsvc.billing.invoice_draft import as_lines, month_corrections, month_lines, seller_of, store, terms_of
 from batchsvc.billing.invoice_tables import Invoice
+from batchsvc.billing.ledger import receivable
 from batchsvc.billing.month import Month, iso_time
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.errors import InvalidRequestError, MismatchError, NotFoundError
 from batchsvc.settings import Settings
 
 CLOSES_AFTER_MS = 600_000  # the longest that a transaction can go on is a fraction of this
@@ -54,9 +60,11 @@ def issue(session: Session, name: str) -> Invoice:
     _check_parties(found)
     stored = queries.lines(session, found.id)
     billed = queries.billed(session, found.project_ids)
-    if any((line.project_id, line.reverses or "") in billed for line in stored):
+    now_lines = month_lines(session, found.project_ids, month, billed)
+    now_corrections = month_corrections(session, found.project_ids, month, billed)
+    if as_lines(stored) != now_lines or queries.corrections(session, found.id) != now_corrections:
         raise InvalidRequestError(
-            "An earlier month that this draft corrects was billed since: draft it again, so that it names the invoice.",
+            "What this draft says has changed since, such as which invoice it corrects: draft it again.",
             code="draft_outdated",
         )
     _number(session, found, now, kind="" if found.net_nanos >= 0 else "-CN")
@@ -73,15 +81,27 @@ def issue(session: Session, name: str) -> Invoice:
 
 
 def pay(session: Session, name: str, reason: str | None = None) -> Invoice:
-    """Books the payment of what is still owed on an invoice; paying it again changes nothing."""
+    """Books the payment of what is still owed on an invoice; paying it again changes nothing.
+
+    Money that came before and isn't needed for other invoices, a `payment` or a credit note, is used first: what was
+    booked is never booked twice.
+    """
     found = locked(session, name)
     if found.status == InvoiceStatus.PAID:
         return found
     if found.kind == "credit_note":
         raise InvalidRequestError(f"{found.number} is a credit note: nothing is to be paid on it.")
+    _hold_funds(session, [found.project_id])  # payments of a project come one after the other
+    on_account = max(0, credit_on_account_nanos(session, found.project_id))
     _move(session, found, InvoiceStatus.PAID, reason)
-    postings.post_payment(session, found, owed_nanos(session, found))
+    postings.post_payment(session, found, owed_nanos(session, found) - on_account)
     return found
+
+
+def credit_on_account_nanos(session: Session, project_id: str) -> int:
+    """What a project has paid, or was credited, beyond its paid invoices: it goes into what it pays next."""
+    owed = sum(owed_nanos(session, row) for row in queries.open_invoices(session, project_id))
+    return money.account_nanos(session, receivable(project_id)) + owed
 
 
 def void(session: Session, name: str, reason: str) -> Invoice:
@@ -112,41 +132,38 @@ def dispute(session: Session, name: str, reason: str) -> Invoice:
 def credit_note(
     session: Session, settings: Settings, name: str, *, amount: str | None, reason: str, key: str | None = None
 ) -> Invoice:
-    """A credit note over an amount in the invoice's currency, tax included, or over all that is left of it."""
+    """A credit note over an amount in the invoice's currency, tax included, or over all that is left of it.
+
+    What refunds and reversals gave back of the invoice meanwhile isn't left. A `key` makes the call repeatable; with
+    other arguments it raises MismatchError.
+    """
     corrected = locked(session, name)
+    terms = terms_of(corrected)
+    asked = None if amount is None else rules.parse_units(amount, name="amount", exponent=terms.exponent)
     if key is not None and (made := queries.invoice_by_key(session, key)) is not None:
+        _check_same(session, made, corrected, asked, reason)
         return made
     if corrected.kind != "invoice" or corrected.status in (InvoiceStatus.DRAFT, InvoiceStatus.VOID):
         raise InvalidRequestError(
             f"A credit note corrects an invoice that was issued: {name} is a {corrected.kind.replace('_', ' ')},"
             f" {corrected.status}."
         )
-    notes = queries.credit_notes(session, str(corrected.number))
-    left = corrected.payable_minor + sum(note.payable_minor for note in notes)
-    terms = terms_of(corrected)
-    wanted = left if amount is None else rules.parse_units(amount, name="amount", exponent=terms.exponent)
-    if not 0 < wanted <= left:
+    _hold_funds(session, corrected.project_ids)  # no refund of the same charge meanwhile
+    left = _left(session, corrected)
+    wanted = -left.amounts.payable_minor if asked is None else asked
+    if not 0 < wanted <= -left.amounts.payable_minor:
         raise InvalidRequestError(
-            f"Of {corrected.number}, {_money(left, terms)} can still be credited, not {_money(wanted, terms)}.",
+            f"Of {corrected.number}, {_money(-left.amounts.payable_minor, terms)} can still be credited,"
+            f" not {_money(wanted, terms)}.",
             param="amount",
         )
-    net_nanos, amounts = rules.part_of_gross(-wanted, terms)
-    posted = rules.posted(net_nanos, amounts, terms)
-    if wanted == left:  # exactly what is left of every amount, so that the documents sum to 0
-        documents = [corrected, *notes]
-        net_nanos = -sum(row.net_nanos for row in documents)
-        amounts = Totals(
-            net=-sum(row.net for row in documents),
-            tax=-sum(row.tax for row in documents),
-            rounding=-sum(row.rounding for row in documents),
-            payable_minor=-left,
-        )
-        posted = Posted(
-            tax_nanos=-sum(row.tax_nanos for row in documents),
-            rounding_nanos=-sum(row.rounding_nanos for row in documents),
-            payable_nanos=-sum(row.payable_nanos for row in documents),
-        )
-    line = Line(project_id=corrected.project_id, kind="credit", amount_nanos=net_nanos, reverses=str(corrected.number))
+    note = left
+    if wanted < -left.amounts.payable_minor:
+        net_nanos, amounts = rules.part_of_gross(-wanted, terms)
+        note = _Note(net_nanos, amounts, rules.posted(net_nanos, amounts, terms))
+    line = Line(
+        project_id=corrected.project_id, kind="credit", amount_nanos=note.net_nanos, reverses=str(corrected.number)
+    )
     made = store(
         session,
         kind="credit_note",
@@ -157,10 +174,10 @@ def credit_note(
         buyer=corrected.buyer,
         terms=terms,
         tax_note=corrected.tax_note,
-        net_nanos=net_nanos,
-        amounts=amounts,
+        net_nanos=note.net_nanos,
+        amounts=note.amounts,
         lines=[line],
-        posted=posted,
+        posted=note.posted,
         corrects=str(corrected.number),
         reason=reason,
         key=key,
@@ -170,6 +187,59 @@ def credit_note(
     _number(session, made, now, kind="-CN")
     postings.post_credit_note(session, made, now)
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """The amounts of a credit note, all below 0."""
+
+    net_nanos: int
+    amounts: Totals
+    posted: Posted
+
+
+def _left(session: Session, corrected: Invoice) -> _Note:
+    """The credit note over all that is left: its documents then sum to 0, with what was given back beside them."""
+    documents = [corrected, *queries.credit_notes(session, str(corrected.number))]
+    net_nanos = -sum(row.net_nanos for row in documents)
+    given_back = correction_queries.given_back_nanos(session, corrected)
+    if given_back:
+        net_nanos, terms = min(0, net_nanos + given_back), terms_of(corrected)
+        amounts = rules.totals(net_nanos, terms)
+        most = -sum(row.payable_minor for row in documents)
+        if amounts.payable_minor >= most:
+            return _Note(net_nanos, amounts, rules.posted(net_nanos, amounts, terms))
+    amounts = Totals(
+        net=-sum(row.net for row in documents),
+        tax=-sum(row.tax for row in documents),
+        rounding=-sum(row.rounding for row in documents),
+        payable_minor=-sum(row.payable_minor for row in documents),
+    )
+    posted = Posted(
+        tax_nanos=-sum(row.tax_nanos for row in documents),
+        rounding_nanos=-sum(row.rounding_nanos for row in documents),
+        payable_nanos=-sum(row.payable_nanos for row in documents),
+    )
+    return _Note(-sum(row.net_nanos for row in documents), amounts, posted)
+
+
+def _check_same(session: Session, made: Invoice, corrected: Invoice, asked: int | None, reason: str) -> None:
+    """Raises MismatchError if the credit note of a key isn't the one that is asked for now."""
+    is_rest = not _left(session, corrected).amounts.payable_minor
+    is_same = -made.payable_minor == asked if asked is not None else is_rest
+    if (made.corrects, made.reason) != (corrected.number, reason) or not is_same:
+        raise MismatchError(
+            f"The key {made.key!r} was used for a credit note of {_money(-made.payable_minor, terms_of(made))} on"
+            f" {made.corrects}, with the reason {made.reason!r}: use a new key for a new one.",
+            code="idempotency_key_reused",
+            param="key",
+        )
+
+
+def _hold_funds(session: Session, projects: Sequence[str]) -> None:
+    """Holds the balances of projects until the transaction ends; always in one order."""
+    for project_id in sorted(projects):
+        money.locked_funds(session, project_id)
 
 
 def owed_nanos(session: Session, found: Invoice) -> int:

@@ -92,13 +92,23 @@ class InvoiceLine(Base):
     project_id: Mapped[str] = mapped_column(String(64))
     model: Mapped[str] = mapped_column(String(255))
     tier: Mapped[str] = mapped_column(String(32))
-    kind: Mapped[str] = mapped_column(String(24))  # as in line_items.py, or refund, credit
+    kind: Mapped[str] = mapped_column(String(24))  # as in line_items.py, or refund, goodwill, credit
     price_version: Mapped[int] = mapped_column(Integer)
     tokens: Mapped[int] = mapped_column(BigInt)
     rate_nanos: Mapped[int | None] = mapped_column(BigInt)
     amount_nanos: Mapped[int] = mapped_column(BigInt)
     reverses: Mapped[str | None] = mapped_column(String(40))  # an invoice, or a month that had none
     batch_id: Mapped[str | None] = mapped_column(String(64))
+
+
+class InvoiceCorrection(Base):
+    """What a posting on an invoice corrects: a row of its CSV. Known when it was made, and never found again."""
+
+    __tablename__ = "invoice_corrections"
+
+    invoice_id: Mapped[str] = mapped_column(ForeignKey("invoices.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(160), primary_key=True)  # the posting's
+    corrects: Mapped[str] = mapped_column(String(40))  # an invoice, or a month that had none
 
 
 class InvoiceClaim(Base):

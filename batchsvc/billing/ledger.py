@@ -10,7 +10,7 @@ What an operator posts:
     topup    cash                -> available:<project>  money that a prepaid project may spend
     payment  cash                -> receivable:<project> money for what was invoiced
     refund   revenue             -> available:<project>  a charge taken back, never more than was charged
-    credit   credits             -> available:<project>  goodwill: no charge is behind it
+    credit   credits             -> available:<project>  goodwill: no charge is behind it; the month's invoice is less
 
 Entries of a posting sum to 0. Its key makes a repeated posting a no-op. After the release a batch holds nothing in
 `reserved`, and `revenue` holds the sum of its parts that aren't void, less refunds. `cash` is the world outside.
@@ -52,6 +52,7 @@ class Posting:
     amount_nanos: int
     batch_id: str | None = None
     part_id: str | None = None
+    corrects_month: str | None = None
     reason: str | None = None
     actor: str | None = None
 
@@ -139,6 +140,7 @@ def move(
     key: str,
     actor: str | None = None,
     batch_id: str | None = None,
+    corrects_month: str | None = None,
 ) -> Posting:
     """What an operator posts. The same `key` again is the same posting, another one is another, however equal."""
     if amount_nanos <= 0:
@@ -152,6 +154,7 @@ def move(
         source=sources[kind],
         target=receivable(project_id) if kind == "payment" else available(project_id),
         amount_nanos=amount_nanos,
+        corrects_month=corrects_month,
         reason=reason,
         actor=actor,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from batchsvc.money import TOKENS_PER_RATE, Rates, divide_half_even
 
 INPUT, CACHED_INPUT, OUTPUT, ROUNDING = "input_tokens", "cached_input_tokens", "output_tokens", "rounding"
+CORRECTIONS = {"refund": "refund", "credit": "goodwill", "credit_note": "credit note"}  # items by kind of posting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

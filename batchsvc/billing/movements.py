@@ -7,11 +7,13 @@ nobody takes a refund that never was for one that was made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy.orm import Session
 
-from batchsvc.billing import ledger, queries
+from batchsvc.billing import correction_queries, ledger, queries
 from batchsvc.billing.ledger import Movement
+from batchsvc.billing.month import Month
 from batchsvc.billing.tables import LedgerTransaction
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, MismatchError
@@ -28,6 +30,7 @@ class Moved:
     amount_nanos: int
     available_nanos: int
     is_new: bool
+    corrects: str | None = None  # of a refund: the invoice that it takes something back from, or the month without one
 
 
 def post(
@@ -43,15 +46,17 @@ def post(
 ) -> Moved:
     """Stores a movement once. Raises InvalidRequestError for one that can't be, MismatchError for a key that was used.
 
-    A refund may not exceed what the batch, or without one the project, was charged, less what was refunded before.
+    A refund may not exceed what the batch, or without one the project, was charged, less what was given back before,
+    be it by refunds or by credit notes. It takes back usage of one month, the newest of which so much is left.
     """
     _check(kind, amount_nanos, reason, key)
-    posting = ledger.move(kind, project_id, amount_nanos, reason=reason, key=key, actor=actor, batch_id=batch_id)
-    queries.locked_funds(session, project_id)  # movements of a project come one after the other
+    made = partial(ledger.move, kind, project_id, amount_nanos, reason=reason, key=key, actor=actor, batch_id=batch_id)
+    posting = made()
+    queries.locked_funds(session, project_id)  # movements and credit notes of a project come one after the other
     known = queries.transaction(session, posting.key)
     if known is None:
         if kind == "refund":
-            _check_refund(session, project_id, amount_nanos, batch_id)
+            posting = made(corrects_month=str(_refunded_month(session, project_id, amount_nanos, batch_id)))
         elif batch_id is not None and not queries.has_batch(session, project_id, batch_id):
             raise InvalidRequestError(
                 f"The project {project_id} has no batch {batch_id!r}.", code="batch_not_found", param="batch_id"
@@ -68,7 +73,13 @@ def post(
             param="key",
         )
     available_nanos = queries.funds(session, project_id).available_nanos
-    return Moved(row=stored, amount_nanos=moved_nanos, available_nanos=available_nanos, is_new=known is None)
+    return Moved(
+        row=stored,
+        amount_nanos=moved_nanos,
+        available_nanos=available_nanos,
+        is_new=known is None,
+        corrects=_corrected(session, stored),
+    )
 
 
 def _check(kind: str, amount_nanos: int, reason: str, key: str) -> None:
@@ -83,13 +94,34 @@ def _check(kind: str, amount_nanos: int, reason: str, key: str) -> None:
             raise InvalidRequestError(f"{name} must be 1 to {most} printable characters.", param=name)
 
 
-def _check_refund(session: Session, project_id: str, amount_nanos: int, batch_id: str | None) -> None:
+def _refunded_month(session: Session, project_id: str, amount_nanos: int, batch_id: str | None) -> Month:
+    """The month whose usage is refunded. Raises InvalidRequestError if there is none of which so much is left."""
     for what, which in ((batch_id, batch_id), ("the project", None)) if batch_id else (("the project", None),):
         left = queries.charged_nanos(session, project_id, which)
         if amount_nanos > left:
-            raise InvalidRequestError(
-                f"A refund of {format_dollars(amount_nanos)} is more than {what} was charged and not refunded yet,"
-                f" which is {format_dollars(max(0, left))}.",
-                code="refund_too_large",
-                param="amount",
-            )
+            raise _too_large(amount_nanos, f"{what} was charged and not given back yet", left)
+    project = correction_queries.left_by_month(session, project_id, None)
+    most = 0
+    for month, nanos in correction_queries.left_by_month(session, project_id, batch_id).items():
+        left = min(nanos, project[month])
+        if (row := correction_queries.billing_invoice(session, project_id, month)) is not None:
+            left = min(left, correction_queries.left_nanos(session, row))
+        if amount_nanos <= left:
+            return month
+        most = max(most, left)
+    raise _too_large(amount_nanos, "is left to give back of any one month, that is of any one invoice", most)
+
+
+def _too_large(amount_nanos: int, what: str, left: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"A refund of {format_dollars(amount_nanos)} is more than {what}, which is {format_dollars(max(0, left))}.",
+        code="refund_too_large",
+        param="amount",
+    )
+
+
+def _corrected(session: Session, row: LedgerTransaction) -> str | None:
+    if row.corrects_month is None:
+        return None
+    found = correction_queries.billing_invoice(session, row.project_id, Month.parse(row.corrects_month))
+    return row.corrects_month if found is None else found.number

@@ -83,6 +83,7 @@ def insert_posting(session: Session, posting: Posting, *, price_version: int, cr
             "project_id": posting.project_id,
             "batch_id": posting.batch_id,
             "part_id": posting.part_id,
+            "corrects_month": posting.corrects_month,
             "reason": posting.reason,
             "actor": posting.actor,
             "price_version": price_version,
@@ -131,16 +132,22 @@ def funds_of(session: Session, project_ids: Iterable[str]) -> dict[str, Funds]:
 
 
 def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> int:
-    """What a batch, or all of a project, was charged, less what was taken back."""
+    """What a batch, or all of a project, was charged, less what was taken back: of the latter also by credit notes."""
     which: list[ColumnElement[bool]] = [LedgerTransaction.project_id == project_id, LedgerEntry.account == REVENUE]
     if batch_id is not None:
         which.append(LedgerTransaction.batch_id == batch_id)
     total = session.scalar(
         select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0))
         .join(LedgerTransaction, LedgerTransaction.id == LedgerEntry.transaction_id)
-        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund")))
+        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund", "credit_note")))
     )
     return int(total or 0)
+
+
+def account_nanos(session: Session, account: str) -> int:
+    """The balance of an account."""
+    total = select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0)).where(LedgerEntry.account == account)
+    return int(session.scalar(total) or 0)
 
 
 def held_nanos(session: Session, project_id: str, batch_id: str) -> int:

@@ -79,6 +79,7 @@ def movement_object(moved: Moved) -> dict[str, Any]:
         "batch_id": row.batch_id,
         "amount_nanos": moved.amount_nanos,
         "amount": format_dollars(moved.amount_nanos),
+        "corrects": moved.corrects,
         "reason": row.reason,
         "key": row.key.removeprefix(f"{row.kind}:{row.project_id}:"),
         "created_at": row.created_ms // 1000,

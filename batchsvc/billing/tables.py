@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, String, UniqueConstraint
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, String, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from batchsvc.db.base import Base, BigInt, Count, Id, Millis, Nanos
+
+_CORRECTING = "kind IN ('refund', 'credit', 'credit_note')"  # written as the queries write it: so they use the index
 
 
 class Price(Base):
@@ -81,7 +83,15 @@ class LedgerTransaction(Base):
     """A balanced posting. `key` makes it idempotent; billing/ledger.py says how it is made."""
 
     __tablename__ = "ledger_transactions"
-    __table_args__ = (Index("ix_ledger_transactions_statement", "project_id", "created_ms"),)
+    __table_args__ = (
+        Index("ix_ledger_transactions_statement", "project_id", "created_ms"),
+        Index(
+            "ix_ledger_transactions_corrections",
+            "created_ms",
+            sqlite_where=text(_CORRECTING),
+            postgresql_where=text(_CORRECTING),
+        ),
+    )
 
     id: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=True)
     kind: Mapped[str] = mapped_column(String(16))
@@ -90,6 +100,7 @@ class LedgerTransaction(Base):
     batch_id: Mapped[str | None] = mapped_column(String(64), index=True)
     part_id: Mapped[str | None] = mapped_column(String(64))
     price_version: Mapped[int] = mapped_column(Integer)  # 0: no prices are behind it
+    corrects_month: Mapped[str | None] = mapped_column(String(7))  # of a refund: when it was used what it takes back
     reason: Mapped[str | None] = mapped_column(String(255))
     actor: Mapped[str | None] = mapped_column(String(64))  # the key by which an operator posted it
     created_ms: Mapped[Millis]

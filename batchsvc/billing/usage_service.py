@@ -1,6 +1,8 @@
 """Answers questions about usage and costs: OpenAI's pages of buckets, with our extensions as further fields.
 
-What is asked is read and added up; nothing is stored, so asking a hundred times changes nothing.
+Costs are usage and what was given back of it, each in the day in which it was posted, as invoices have it: a month's
+costs are the net amount of its invoice and of the credit notes that were issued in it. What is asked is read and added
+up; nothing is stored, so asking a hundred times changes nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc.billing import service, usage_queries
-from batchsvc.billing.line_items import ROUNDING, Item, Usage, items
+from batchsvc.billing import correction_queries, service, usage_queries
+from batchsvc.billing.line_items import CORRECTIONS, Item, Usage, items
 from batchsvc.billing.usage import Bucket, Kind, Question, page_of, parse, spans
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
@@ -90,7 +92,34 @@ def _costs(session: Session, question: Question, buckets: Sequence[Bucket]) -> d
             if wanted is None or item.name in wanted:
                 named = (("line_item", item.name),) if "line_item" in question.group_by else ()
                 found[start_s][group + named].append(item)
+    for start_s, values, kind, amount in _corrections(session, question, buckets, columns):
+        name = CORRECTIONS[kind]
+        if wanted is None or name in wanted:
+            named = (("line_item", name),) if "line_item" in question.group_by else ()
+            group = tuple(zip(names, values, strict=True)) + named
+            found[start_s][group].append(Item(name, name, None, None, amount))
     return found
+
+
+def _corrections(
+    session: Session, question: Question, buckets: Sequence[Bucket], keys: Sequence[str]
+) -> Iterable[tuple[int, tuple[Any, ...], str, int]]:
+    """(start of the bucket in seconds, values of `keys`, kind, amount) of what was given back, when that was posted."""
+    start_s = buckets[0].start_s
+    found = correction_queries.sums(
+        session,
+        start_ms=start_s * 1000,
+        end_ms=buckets[-1].end_s * 1000,
+        width_ms=question.width.seconds * 1000,
+        keys=keys,
+        filters=_column_filters(question),
+    )
+    for bucket_ms, values, kind, amount in found:
+        yield max(bucket_ms // 1000, start_s), values, kind, amount
+
+
+def _column_filters(question: Question) -> dict[str, Sequence[str]]:
+    return {_FILTERS[name]: values for name, values in question.filters.items() if name in _FILTERS}
 
 
 def _sums(
@@ -98,9 +127,6 @@ def _sums(
 ) -> Iterable[tuple[int, tuple[Any, ...], Usage]]:
     """(start of the bucket in seconds, values of `keys`, sums); a bucket and its keys may come more than once."""
     start_s, width_ms = buckets[0].start_s, question.width.seconds * 1000
-    filters: dict[str, Sequence[str]] = {
-        _FILTERS[name]: values for name, values in question.filters.items() if name in _FILTERS
-    }
     for whole_hours, begin_ms, end_ms in spans(start_s * 1000, buckets[-1].end_s * 1000, width_ms):
         found = usage_queries.sums(
             session,
@@ -109,7 +135,7 @@ def _sums(
             end_ms=end_ms,
             width_ms=width_ms,
             keys=keys,
-            filters=filters,
+            filters=_column_filters(question),
             embeddings=None if question.kind == Kind.COSTS else question.kind == Kind.EMBEDDINGS,
         )
         for bucket_ms, values, usage in found:
@@ -155,7 +181,7 @@ def _usage_result(question: Question, group: Mapping[str, Any], usage: Usage) ->
 
 def _cost_result(question: Question, group: Mapping[str, Any], found: Sequence[Item]) -> dict[str, Any]:
     amount = sum(item.amount_nanos for item in found)
-    by_item = "line_item" in question.group_by and found[0].kind not in ("", ROUNDING)
+    by_item = "line_item" in question.group_by and found[0].tokens is not None
     rates = {item.rate_nanos for item in found}
     shown = {
         "object": "organization.costs.result",
@@ -179,7 +205,7 @@ def _group_fields(question: Question, names: Sequence[str], group: Mapping[str, 
 
 
 def _add_metadata(session: Session, results: Sequence[dict[str, Any]]) -> None:
-    found = usage_queries.metadata_of(session, {result["batch_id"] for result in results})
+    found = usage_queries.metadata_of(session, {result["batch_id"] for result in results if result["batch_id"]})
     for result in results:
         result["metadata"] = found.get(result["batch_id"])
 

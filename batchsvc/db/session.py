@@ -19,7 +19,13 @@ from sqlalchemy.orm import Session
 T = TypeVar("T")
 
 _PAUSE_S = 0.02
-_SQLITE_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON")
+_SQLITE_PRAGMAS = (
+    "journal_mode=WAL",
+    "synchronous=NORMAL",
+    "busy_timeout=30000",
+    "foreign_keys=ON",
+    "recursive_triggers=ON",
+)
 _SQLITE_NOW = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 _POSTGRES_NOW = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
 
@@ -56,7 +62,7 @@ class Database:
                     "tcp_user_timeout": 20000,
                 },
             )
-        self._read_engine: Engine = self.engine.execution_options(read_only=True)
+        self._read_engine: Engine = self.engine.execution_options(read_only=True, postgresql_readonly=True)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
@@ -66,7 +72,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A transaction to read in; on SQLite it takes no write lock."""
+        """A transaction to read in: on SQLite it takes no write lock, PostgreSQL refuses whatever it would write."""
         with Session(self._read_engine, expire_on_commit=False) as session, session.begin():
             yield session
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_invoices import compare_invoices
 from batchsvc.batches.reconcile_queries import Reader
-from batchsvc.billing import ledger, queries
+from batchsvc.billing import invoice_draft, ledger, queries, service
 from batchsvc.billing.month import Month
 from tests.batchsvc.billing.books import Books
 
@@ -46,6 +48,8 @@ def test_all_documents_add_up(books: Books) -> None:
     with books.db.transaction() as session:
         back = ledger.move("refund", books.project, 30_000_000, reason="late", key="r", batch_id="b1")
         queries.insert_posting(session, back, price_version=0, created_ms=APRIL.start_ms)
+        sorry = ledger.move("credit", books.project, 20_000_000, reason="sorry", key="c")
+        queries.insert_posting(session, sorry, price_version=0, created_ms=APRIL.start_ms)
     below = books.issue("2024-04")
     assert below.kind == "credit_note" and below.corrects is None
     report = audit(books)
@@ -64,3 +68,90 @@ def test_usage_that_came_after_the_bill_is_found(books: Books) -> None:
     missing = found["usage of the month"]
     assert isinstance(missing.added_up, int) and isinstance(missing.stored, int)
     assert missing.added_up - missing.stored == part.cost_nanos
+
+
+def test_documents_beside_refunds_and_in_other_currencies_add_up(books: Books) -> None:
+    for month in (JANUARY, FEBRUARY, MARCH):
+        books.use(month.start_ms, [(10**6 + 7, 333, 10**6), (999, 16, 1)], batch=f"b{month.month}")
+    with books.db.transaction() as session:
+        service.post_payment(session, books.project, 12_345, reason="wire", key="before")
+    january = books.issue("2024-01")
+    with books.db.transaction() as session:
+        service.post_refund(session, books.project, 7_654_321, reason="slow", key="r", batch_id="b1")
+    books.act(str(january.number), "credit_note", amount="0.02", reason="slow")
+    books.act(str(january.number), "credit_note", reason="the rest")
+    books.act(str(january.number), "pay", reason="nothing is left")
+    with books.db.transaction() as session:
+        invoice_draft.change_party(session, books.project, {"currency": "JPY"})
+    yen = books.issue("2024-02", exchange_rate="150.257")
+    books.act(str(yen.number), "credit_note", amount="3", reason="slow")
+    books.act(str(yen.number), "pay", reason="wire")
+    with books.db.transaction() as session:
+        invoice_draft.change_party(session, books.project, {"currency": "USD"})
+        session.execute(text("UPDATE projects SET is_prepaid = true"))
+        service.post_topup(session, books.project, 10**9, reason="card", key="t")
+    books.issue("2024-03")
+    assert [str(difference) for difference in audit(books).differences] == []
+
+
+@pytest.mark.parametrize(
+    ("column", "found"),
+    [
+        ("tax_nanos", {"payable_nanos", "tax_nanos"}),
+        ("rounding_nanos", {"payable_nanos", "rounding_nanos"}),
+        ("payable_nanos", {"payable_nanos"}),
+        ("tax", {"net + tax + rounding", "tax"}),
+        ("rounding", {"net + tax + rounding", "rounding"}),
+        ("net", {"net + tax + rounding", "net"}),
+        ("payable_minor", {"net + tax + rounding", "payable_minor"}),
+        ("tax_rate_ppm", {"tax", "tax_nanos"}),
+    ],
+)
+@pytest.mark.parametrize("is_note", [False, True])
+def test_an_amount_that_its_rates_don_t_make_is_found(
+    books: Books, column: str, found: set[str], is_note: bool
+) -> None:
+    """By one nano-dollar or nano-unit, as only a draft could be changed to."""
+    books.use(JANUARY.start_ms, [(10**6 + 7, 333, 10**6)])
+    with books.db.transaction() as session:
+        _thaw(session)
+    made = books.issue("2024-01")
+    number = made.number
+    if is_note:
+        number = books.act(str(made.number), "credit_note", amount="0.02", reason="slow")["number"]
+    assert audit(books).num_differences == 0
+    value = f"{column} + 1"
+    if column in ("net", "tax", "rounding"):
+        value = f"CAST(CAST({column} AS BIGINT) + 1 AS VARCHAR(40))"
+    if column == "tax_rate_ppm":
+        value = "500000"
+    with books.db.transaction() as session:
+        session.execute(text(f"UPDATE invoices SET {column} = {value} WHERE number = :number"), {"number": number})
+    numbers = {difference.number for difference in audit(books).differences}
+    assert numbers & found, numbers
+
+
+def _thaw(session: Session) -> None:
+    if session.get_bind().dialect.name == "sqlite":
+        session.execute(text("DROP TRIGGER invoices_no_update"))
+    else:
+        session.execute(text("ALTER TABLE invoices DISABLE TRIGGER invoices_no_change"))
+
+
+def test_an_invoice_that_is_paid_by_nothing_is_found(books: Books) -> None:
+    books.use(JANUARY.start_ms, [(10**6, 0, 10**6)])
+    made = books.issue("2024-01")
+    with books.db.transaction() as session:
+        session.execute(text("UPDATE invoices SET status = 'paid' WHERE id = :id"), {"id": made.id})
+    (found,) = audit(books).differences
+    assert (found.place, found.stored) == (f"payments of {books.project}", -made.payable_nanos)
+
+
+def test_a_payment_of_an_invoice_that_isn_t_paid_is_found(books: Books) -> None:
+    books.use(JANUARY.start_ms, [(10**6, 0, 10**6)])
+    made = books.issue("2024-01")
+    with books.db.transaction() as session:
+        key = f"invoice:{made.number}"
+        service.post_payment(session, books.project, made.payable_nanos + 1, reason="twice", key=key)
+    found = {(difference.number, difference.stored) for difference in audit(books).differences}
+    assert found == {("state of the invoice", "issued"), ("amount", made.payable_nanos + 1)}

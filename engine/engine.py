@@ -13,17 +13,31 @@ the exception goes to whoever stepped, who knows from `add` what was under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.config import EngineConfig
 from engine.errors import EngineError, MemoryShortageError
-from engine.intake import Announcement, EngineStats, Intake, refusal, run_requests
-from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
+from engine.intake import Announcement, EngineStats, Intake, error_completion, refusal, run_requests
+from engine.pooling import PooledRequests, unit_vector
+from engine.request import (
+    Completion,
+    Expectation,
+    FinishReason,
+    Request,
+    SpelledLogprob,
+    StepOutput,
+    TokenLogprobs,
+    Usage,
+)
 from engine.sample.stop import StopMatcher
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
+from engine.structure import forms
+from engine.structure.grammar import GrammarError
+from engine.structure.matchers import Matcher
 from engine.text import Detokenizer, TextModel, load_text
 
 __all__ = ["Engine", "EngineStats", "Runner"]
@@ -91,6 +105,9 @@ class Engine:
             lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
         )
         self._answers: dict[str, _Answer] = {}
+        self._logprobs: dict[str, Iterator[TokenLogprobs]] = {}  # of the step that is being committed
+        self._pooled = PooledRequests()
+        self._forms = forms.Forms(text, vocab_size=runner.vocab_size, eos_ids=runner.eos_ids)
         self._output = StepOutput()
         self._is_broken = False
         self._say = say
@@ -150,7 +167,7 @@ class Engine:
         self._output = self._intake.take_held()
         self._take_in()
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            self._abort(request_id)
         self._complete(self.scheduler.take_finished())
         self._intake.hold(self._output.without(request_ids))
 
@@ -180,6 +197,7 @@ class Engine:
         self._intake.close()
 
     def _execute(self, plan: StepPlan) -> list[RunningSequence]:
+        plan = self._forms.masked(plan)
         try:
             result = self._runner.execute(plan)
         except MemoryShortageError:
@@ -187,21 +205,36 @@ class Engine:
                 raise
             self._say(f"Memory did not suffice for a step of {plan.num_tokens} tokens; the next ones are smaller.")
             return self.scheduler.take_finished()
-        return self.scheduler.commit(plan, result)
+        self._logprobs = {seq_id: iter(found) for seq_id, found in result.logprobs.items()}
+        return self.scheduler.commit(plan, self._forms.checked(plan, result))
 
     def _take_in(self) -> None:
         for item in self._intake.take():
             if isinstance(item, str):
-                self.scheduler.abort(item)
+                self._abort(item)
                 continue
             if isinstance(item, Announcement):
                 self.scheduler.expect(item.name, item.expectation)
                 continue
             self._start(item)
 
+    def _abort(self, request_id: str) -> None:
+        for sequence_id in self._pooled.sequence_ids(request_id) or (request_id,):
+            self.scheduler.abort(sequence_id)
+
     def _start(self, request: Request) -> None:
         """Queues a request, unless what it resumes had come to its end already."""
-        answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids)
+        if request.pooling is not None:
+            for sequence in self._pooled.begin(request):
+                self.scheduler.add(sequence, 1)
+            return
+        try:
+            matcher = self._forms.start(request)
+        except GrammarError as error:
+            self._output.completions.append(error_completion(request, forms.CODE, forms.sentence(str(error))))
+            self._intake.done([request.id])
+            return
+        answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids, matcher)
         max_outputs = min(request.params.max_tokens, self._context_tokens - len(request.prompt_ids))
         for count, token_id in enumerate(request.resume_ids, 1):
             reason = answer.push(token_id) or (FinishReason.LENGTH if count >= max_outputs else None)
@@ -209,22 +242,55 @@ class Engine:
                 self._hand_out(request, request.resume_ids[:count], request.resume_hit_tokens, reason)
                 self._intake.done([request.id])
                 return
-        self.scheduler.add(request, max_outputs)
+        if request.fork_of:
+            self.scheduler.fork(request.fork_of, request, max_outputs)
+        else:
+            self.scheduler.add(request, max_outputs)
 
     def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
         new = self._output.new_tokens.setdefault(seq.id, [])
         if not new and seq.num_known == seq.num_prompt_tokens + 1:
             self._output.hit_tokens[seq.id] = seq.hit_tokens or 0
         new.append(token_id)
-        return self._answers[seq.id].push(token_id)
+        answer = self._answers[seq.id]
+        if seq.id in self._logprobs:
+            answer.note(next(self._logprobs[seq.id]))
+        return answer.push(token_id)
 
     def _complete(self, ended: list[RunningSequence]) -> None:
         for seq in ended:
             assert seq.finish_reason is not None, f"{seq.id} ended without a reason"
             request = seq.request
+            if request.pooling is not None:
+                self._complete_pooled(seq)
+                continue
             hit_tokens = request.resume_hit_tokens if request.resume_ids else seq.hit_tokens or 0
-            self._hand_out(request, seq.output_ids, hit_tokens, seq.finish_reason, seq.error_code, seq.error_message)
+            error = (seq.error_code, seq.error_message)
+            self._hand_out(request, seq.output_ids, hit_tokens, seq.finish_reason, *error, steps=seq.num_steps)
         self._intake.done(seq.id for seq in ended)
+
+    def _complete_pooled(self, seq: RunningSequence) -> None:
+        """One prompt of a pooled request came to its end, and perhaps the request with it."""
+        assert seq.finish_reason is not None, f"{seq.id} ended without a reason"
+        vector = unit_vector(seq.pooled) if seq.pooled is not None else None
+        reason, code, message = seq.finish_reason, seq.error_code, seq.error_message
+        if reason is FinishReason.STOP and vector is None:
+            reason, code, message = FinishReason.ERROR, "invalid_logits", "The model's vector for this input is zero."
+        completion = self._pooled.end(
+            Completion(
+                request_id=seq.id,
+                token_ids=(),
+                text="",
+                finish_reason=reason,
+                usage=Usage(seq.num_prompt_tokens, seq.hit_tokens or 0, 0),
+                error_code=code,
+                error_message=message,
+                vectors=(vector,) if vector is not None else (),
+            )
+        )
+        if completion is not None:
+            self._output.completions.append(completion)
+            self._intake.done([completion.request_id])
 
     def _hand_out(
         self,
@@ -234,25 +300,34 @@ class Engine:
         reason: FinishReason,
         error_code: str | None = None,
         error_message: str | None = None,
+        *,
+        steps: int = 0,
     ) -> None:
+        self._forms.end(request.id)
+        answer = self._answers.pop(request.id)
+        text = answer.text()
         self._output.completions.append(
             Completion(
                 request_id=request.id,
                 token_ids=tuple(token_ids),
-                text=self._answers.pop(request.id).text(),
+                text=text,
                 finish_reason=reason,
-                usage=Usage(len(request.prompt_ids), hit_tokens, len(token_ids)),
+                usage=Usage(len(request.prompt_ids), hit_tokens, len(token_ids), steps),
                 error_code=error_code,
                 error_message=error_message,
+                logprobs=answer.logprobs(text),
             )
         )
 
 
 class _Answer:
     """The growing text of one request, and whether it ends. Ends and stop strings count once there are more tokens
-    than `min_tokens`; the token that ends an answer is counted and is not in its text."""
+    than `min_tokens`; the token that ends an answer is counted and is not in its text. An answer that has the form it
+    must have, and can't go on in it, ends at once."""
 
-    def __init__(self, request: Request, text: TextModel | None, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, request: Request, text: TextModel | None, eos_ids: frozenset[int], matcher: Matcher | None = None
+    ) -> None:
         params = request.params
         self._min_tokens = params.min_tokens
         self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
@@ -260,17 +335,29 @@ class _Answer:
         self._stops = StopMatcher(params.stop)
         self._pieces: list[str] = []
         self._num_tokens = 0
+        self._matcher = matcher
+        self._tokenizer = text.tokenizer if text is not None else None
+        self._logprobs: list[SpelledLogprob] | None = None if params.logprobs is None else []
+        self._has_end_token = False
+
+    def note(self, found: TokenLogprobs) -> None:
+        """The logprobs of the token that is pushed next."""
+        assert self._logprobs is not None, "nobody asked for logprobs"
+        top = tuple((self._spelled(token_id), logprob) for token_id, logprob in found.top)
+        self._logprobs.append(SpelledLogprob(self._spelled(found.token_id), found.logprob, top))
 
     def push(self, token_id: int) -> FinishReason | None:
         self._num_tokens += 1
         may_end = self._num_tokens > self._min_tokens
         if may_end and token_id in self._end_ids:
+            self._has_end_token = True
             return FinishReason.STOP
         if self._detokenizer is None:
             return None
         piece = self._detokenizer.push(token_id)
         self._pieces.append(self._stops.push(piece) if may_end else piece)
-        return FinishReason.STOP if self._stops.is_stopped else None
+        is_complete = self._matcher is not None and self._matcher.push(token_id)
+        return FinishReason.STOP if self._stops.is_stopped or is_complete else None
 
     def text(self) -> str:
         """The whole text; nothing may be pushed afterwards."""
@@ -278,3 +365,17 @@ class _Answer:
             self._pieces.append(self._stops.push(self._detokenizer.finish()))
             self._pieces.append(self._stops.finish())
         return "".join(self._pieces)
+
+    def logprobs(self, text: str) -> tuple[SpelledLogprob, ...] | None:
+        """Those of the tokens that make the text: not of one that ends it, nor of a stop string."""
+        if self._logprobs is None:
+            return None
+        found = self._logprobs[: -1 if self._has_end_token else None]
+        if self._stops.is_stopped:
+            starts = accumulate((len(one.piece) for one in found), initial=0)
+            size = len(text.encode())
+            found = [one for one, start in zip(found, starts, strict=False) if start < size]
+        return tuple(found)
+
+    def _spelled(self, token_id: int) -> bytes:
+        return self._tokenizer.spelled(token_id) if self._tokenizer is not None else b""

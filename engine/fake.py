@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from engine.errors import MemoryShortageError
 from engine.faults import Faults
 from engine.intake import EngineStats, Intake, refusal, run_requests
-from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
+from engine.pooling import segments_of, unit_vector
+from engine.request import Completion, Expectation, FinishReason, Request, SpelledLogprob, StepOutput, Usage
 from engine.sched.limits import StepLimits
 from engine.text import TextModel
 
@@ -43,6 +47,7 @@ class _Job:
     finish_reason: FinishReason
     text: str
     num_done: int = field(default=0)
+    steps: int = 0
     error: tuple[str, str] | None = None
 
 
@@ -60,6 +65,7 @@ class FakeEngine:
         faults: Faults | None = None,
     ) -> None:
         self._vocab_size = text.meta.vocab_size if text is not None else 1 << 16
+        self._hidden = text.meta.hidden if text is not None else 64
         self._context_tokens = text.meta.context_tokens if text is not None else 1 << 20
         self._tokens_per_s = tokens_per_s
         self._max_running = max_running
@@ -192,6 +198,7 @@ class FakeEngine:
                 if not job.num_done:
                     output.hit_tokens[request_id] = 0
             job.num_done += share
+            job.steps += bool(share)
             left -= share
             if job.error is not None:
                 self._end(job, FinishReason.ERROR, "", output)
@@ -227,7 +234,12 @@ class FakeEngine:
         self._running.pop(job.request.id, None)
         self._testify({"event": "end", "id": job.request.id})
         token_ids = tuple(job.token_ids[: job.num_done])
-        output.completions.append(_completion(job.request, token_ids, text, reason, job.error))
+        completion = _completion(job.request, token_ids, text, reason, job.error, steps=job.steps)
+        if job.request.params.logprobs is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            completion = replace(completion, logprobs=_logprobs(text, job.request.params.logprobs))
+        if job.request.pooling is not None and reason is FinishReason.STOP:
+            completion = replace(completion, vectors=_vectors(job.request, self._hidden))
+        output.completions.append(completion)
 
     def _testify(self, entry: dict[str, Any]) -> None:
         if self._witness is not None:
@@ -240,6 +252,8 @@ def _completion(
     text: str,
     reason: FinishReason,
     error: tuple[str, str] | None = None,
+    *,
+    steps: int = 0,
 ) -> Completion:
     code, message = error or (None, None)
     return Completion(
@@ -247,15 +261,39 @@ def _completion(
         token_ids=token_ids,
         text=text,
         finish_reason=reason,
-        usage=Usage(len(request.prompt_ids), 0, len(token_ids)),
+        usage=Usage(len(request.prompt_ids), 0, len(token_ids), steps),
         error_code=code if reason is FinishReason.ERROR else None,
         error_message=message if reason is FinishReason.ERROR else None,
     )
 
 
+def _logprobs(text: str, num_top: int) -> tuple[SpelledLogprob, ...]:
+    """Of each word with the space before it: as likely as the next ones of the list of words are less."""
+    pieces = re.findall(r" ?[^ ]+", text)
+    tops = [[piece, *(f" {word}" for word in _WORDS if word != piece.strip())][:num_top] for piece in pieces]
+    return tuple(
+        SpelledLogprob(piece.encode(), -0.5, tuple((one.encode(), -0.5 - at) for at, one in enumerate(top)))
+        for piece, top in zip(pieces, tops, strict=True)
+    )
+
+
+def _vectors(request: Request, size: int) -> tuple[bytes, ...]:
+    """The vectors that the prompts of this request always get: numbers drawn by a hash."""
+    ids, vectors = list(request.prompt_ids), []
+    for length in segments_of(request):
+        prompt, ids = ids[:length], ids[length:]
+        seed = int.from_bytes(hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "big")
+        vector = unit_vector(np.random.default_rng(seed).standard_normal(size))
+        assert vector is not None, "numbers that are drawn aren't all zero"
+        vectors.append(vector)
+    return tuple(vectors)
+
+
 def _answer(request: Request, vocab_size: int, context_tokens: int) -> _Job:
     """The answer that this request always gets: a word a token, cut at the first stop string."""
     params = request.params
+    if request.pooling is not None:
+        return _Job(request, [], FinishReason.STOP, "")
     most = min(params.max_tokens, context_tokens - len(request.prompt_ids))
     digest = hashlib.blake2b(array("q", request.prompt_ids).tobytes() + f"{params.seed}/{request.choice}".encode())
     draw = digest.digest()

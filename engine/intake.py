@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from engine import pooling
 from engine.errors import EngineError, RequestError
 from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
 
@@ -41,6 +42,8 @@ class EngineStats:
 
 def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> RequestError | None:
     """Why a request can't be run by a model of this vocabulary and context; None if it can."""
+    if request.pooling is not None:
+        return pooling.refusal(request, vocab_size=vocab_size, context_tokens=context_tokens)
     prompt_tokens = len(request.prompt_ids)
     if prompt_tokens == 0:
         return RequestError("The prompt has no tokens.", code="invalid_value", param="messages")
@@ -55,6 +58,13 @@ def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> Reques
             f"The prompt has a token id outside of the model's vocabulary of {vocab_size}.",
             code="invalid_value",
             param="messages",
+        )
+    unknown = [token for token, _ in request.params.logit_bias if not 0 <= token < vocab_size]
+    if unknown:
+        return RequestError(
+            f"logit_bias names token {unknown[0]}, which is outside of the model's vocabulary of {vocab_size}.",
+            code="invalid_value",
+            param="logit_bias",
         )
     return None
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from engine.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""Most likely tokens that may come with each token."""
 
 
 class FinishReason(StrEnum):
@@ -18,12 +22,21 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class Pooling(StrEnum):
+    """Which states of a prompt make its vector: that of its last token, or the mean of all."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. `temperature` 0 is greedy; `top_k` 0 means no limit.
 
     `seed` is never None here: whoever makes a request decides it, because randomness is keyed by
-    (seed, choice, position, purpose) and must not depend on the batch around it.
+    (seed, choice, position, purpose) and must not depend on the batch around it. `grammar` is the form that the answer
+    must have (engine/structure/grammar.py); "" means any. `logit_bias` are pairs of token id and what is added to its
+    logit; `logprobs` is how many of the most likely tokens come with each token and its logprob, None: no logprobs.
     """
 
     max_tokens: int
@@ -35,6 +48,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, says: str) -> None:
@@ -47,10 +67,26 @@ class SamplingParams:
         check(self.top_k >= 0, "top_k", "0 (no limit) or more")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
         check(all(self.stop), "stop", "a list of non-empty strings")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "between 0.01 and 100")
+        check(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "between -100 and 100 each")
+        check(0 <= (self.logprobs or 0) <= MAX_LOGPROBS, "top_logprobs", f"between 0 and {MAX_LOGPROBS}")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether logits are changed or shown, so that a largest one found in the head doesn't do."""
+        return bool(self.logit_bias) or self.has_penalties or self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +100,12 @@ class Request:
     `resume_ids` are output tokens that an earlier run of the same request generated: they are computed with the prompt,
     count as output, and what follows is what the earlier run would have said. `resume_hit_tokens` is what that run's
     cache held, so that the usage is its usage.
+
+    `fork_of` is the id of a request added before this one, with the same prompt: this one begins with that one's blocks
+    as soon as they hold the prompt. It changes no result.
+
+    With `pooling` the result is a vector and nothing is sampled (engine/pooling.py); `segments` are then the lengths of
+    the prompts that stand one after the other in `prompt_ids`, () for one.
     """
 
     id: str
@@ -75,6 +117,9 @@ class Request:
     choice: int = 0
     resume_ids: Sequence[int] = ()
     resume_hit_tokens: int = 0
+    pooling: Pooling | None = None
+    segments: tuple[int, ...] = ()
+    fork_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +143,27 @@ class Usage:
     steps: int = field(default=0, compare=False)  # that it took part in, of the engine that ended it
 
 
+class TokenLogprobs(NamedTuple):
+    """A token, the logarithm of its probability, and the most likely tokens with theirs, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SpelledLogprob(NamedTuple):
+    """A token as its bytes, the logarithm of its probability, and the most likely tokens with theirs."""
+
+    piece: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The end of one request. With `finish_reason` ERROR, `error_code` and `error_message` say why."""
+    """The end of one request. With `finish_reason` ERROR, `error_code` and `error_message` say why. A pooled request
+    has `vectors` (little-endian float32, length 1), one a prompt. `logprobs` are those of the tokens that make the
+    text, None if they weren't asked for."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -109,6 +172,8 @@ class Completion:
     usage: Usage
     error_code: str | None = None
     error_message: str | None = None
+    vectors: tuple[bytes, ...] = ()
+    logprobs: tuple[SpelledLogprob, ...] | None = None
 
 
 @dataclass(slots=True)

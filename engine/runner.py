@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.batch import build_inputs
+from engine.batch import build_inputs, resolve
 from engine.cache.pool import KVPool
 from engine.config import EngineConfig
 from engine.errors import MemoryShortageError
@@ -17,8 +17,10 @@ from engine.load.meta import read_meta
 from engine.load.weights import load_weights, open_model
 from engine.memory import MemoryPlan, available_bytes, plan_memory
 from engine.model.decoder import Decoder
+from engine.request import TokenLogprobs
+from engine.sample.logprobs import Likelihoods
 from engine.sample.sampler import SampleRow, sample
-from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
+from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult, TokenMasks
 
 LOGIT_ROWS = 128
 """Rows whose logits exist at once: they are the widest tensors of a step."""
@@ -82,17 +84,26 @@ class ModelRunner:
         failed = {c.seq_id: self._last_failed[c.seq_id] for c in plan.chunks if self._is_orphan(c)}
         chunks = [chunk for chunk in plan.chunks if chunk.seq_id not in failed]
         sampled: dict[str, tuple[int, ...]] = {}
+        pooled: dict[str, bytes] = {}
+        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         if chunks:
-            ids = self._sample(self._hidden(chunks), chunks)
+            hidden = self._hidden(chunks)
+            if any(chunk.pooling is not None for chunk in chunks):
+                hidden, chunks = self._pool(hidden, chunks, pooled, failed)
+            ids, likelihoods = self._sample(hidden, chunks, plan.masks)
+            row = 0
             for chunk in chunks:
-                mine = [next(ids) for _ in chunk.logit_rows]
+                end = row + len(chunk.logit_rows)
+                mine, row = ids[row:end], end
                 known = tuple(token for token in mine if token is not None)
                 if len(known) < len(mine):
                     failed[chunk.seq_id] = _NOT_FINITE
                 elif known:
                     sampled[chunk.seq_id] = known
+                    if chunk.params.logprobs is not None:
+                        logprobs[chunk.seq_id] = tuple(likelihoods[at] for at in range(end - len(mine), end))
         self._last_ids, self._last_failed = sampled, failed
-        return StepResult(sampled, failed)
+        return StepResult(sampled, failed, pooled=pooled, logprobs=logprobs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -116,13 +127,34 @@ class ModelRunner:
         inputs = build_inputs(chunks, self.kernels, self.pool.block_tokens, self._last_ids)
         return self._decoder.forward(inputs, self.pool)[inputs.logit_rows]
 
+    def _pool(
+        self, hidden: torch.Tensor, chunks: list[Chunk], pooled: dict[str, bytes], failed: dict[str, str]
+    ) -> tuple[torch.Tensor, list[Chunk]]:
+        """Adds up the wanted states of the chunks whose result is a vector; what is left of rows and chunks."""
+        rest: list[Chunk] = []
+        kept: list[torch.Tensor] = []
+        for chunk, rows in zip(chunks, hidden.split([len(chunk.logit_rows) for chunk in chunks]), strict=True):
+            if chunk.pooling is None:
+                rest.append(chunk)
+                kept.append(rows)
+            elif len(rows):
+                total = self._decoder.states(rows).sum(dim=0, dtype=torch.float64).float()
+                if total.isfinite().all():
+                    pooled[chunk.seq_id] = total.cpu().numpy().astype("<f4").tobytes()
+                else:
+                    failed[chunk.seq_id] = _NOT_FINITE
+        return (torch.cat(kept) if kept else hidden[:0]), rest
+
     def _is_orphan(self, chunk: Chunk) -> bool:
         return chunk.seq_id in self._last_failed and PLACEHOLDER in chunk.token_ids
 
-    def _sample(self, hidden: torch.Tensor, chunks: list[Chunk]) -> Iterator[int | None]:
-        """Ids for the wanted rows [R, hidden], in order."""
-        rows = [row for chunk in chunks for row in self._sample_rows(chunk)]
+    def _sample(
+        self, hidden: torch.Tensor, chunks: list[Chunk], masks: TokenMasks | None = None
+    ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
+        """Ids for the wanted rows [R, hidden], in order; and the logprobs of rows that ask for them."""
+        rows = [row for chunk in chunks for row in self._sample_rows(chunk, masks)]
         ids: list[int | None] = [None] * len(rows)
+        logprobs: dict[int, TokenLogprobs] = {}
         greedy = [i for i, row in enumerate(rows) if row.is_argmax]
         if greedy:
             for i, token in zip(greedy, self._decoder.best(hidden[greedy]).tolist(), strict=True):
@@ -130,20 +162,39 @@ class ModelRunner:
         others = [i for i, row in enumerate(rows) if not row.is_argmax]
         for start in range(0, len(others), LOGIT_ROWS):
             some = others[start : start + LOGIT_ROWS]
-            for i, drawn in zip(some, sample(self._decoder.logits(hidden[some]), [rows[i] for i in some]), strict=True):
-                ids[i] = drawn
-        return iter(ids)
+            logits, mine = self._decoder.logits(hidden[some]), [rows[i] for i in some]
+            likelihoods = Likelihoods(logits, mine)
+            drawn = sample(logits, mine)
+            for i, token in zip(some, drawn, strict=True):
+                ids[i] = token
+            logprobs |= {some[i]: found for i, found in likelihoods.of(drawn).items()}
+        return ids, logprobs
 
-    def _sample_rows(self, chunk: Chunk) -> list[SampleRow]:
+    def _sample_rows(self, chunk: Chunk, masks: TokenMasks | None) -> list[SampleRow]:
         first = chunk.logit_rows[0] if chunk.logit_rows else 0
         positions = [chunk.sample_position + row - first for row in chunk.logit_rows]
-        return [SampleRow(chunk.params, p, chunk.choice, self._masked_ids(chunk, p)) for p in positions]
+        allowed = masks.row(chunk.seq_id) if masks is not None else None
+        history = (*chunk.history, *resolve(chunk, self._last_ids)) if chunk.params.has_penalties else ()
+        return [
+            SampleRow(
+                chunk.params,
+                position,
+                chunk.choice,
+                self._masked_ids(chunk, position),
+                allowed,
+                history[:position],
+                chunk.num_prompt_tokens,
+            )
+            for position in positions
+        ]
 
     def _masked_ids(self, chunk: Chunk, position: int) -> tuple[int, ...]:
-        """Tokens that would end the answer, while it is shorter than min_tokens."""
-        if position - chunk.num_prompt_tokens >= chunk.params.min_tokens:
-            return ()
-        ends = set(chunk.params.stop_token_ids) | (set() if chunk.params.ignore_eos else self.eos_ids)
+        """Tokens that would end the answer, while it is shorter than min_tokens; and ends that don't count, where a
+        grammar would take them for its own."""
+        params = chunk.params
+        ends: set[int] = set(self.eos_ids) if params.ignore_eos and params.grammar else set()
+        if position - chunk.num_prompt_tokens < params.min_tokens:
+            ends |= set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_ids)
         return tuple(token for token in ends if 0 <= token < self.vocab_size)
 
 

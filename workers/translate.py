@@ -18,8 +18,10 @@ from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, format_dollars, line_cost_nanos
 from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
+from workers.tool_calls import message_of
 
-_OWN_FAULT = {"context_length_exceeded", "invalid_value"}  # codes of requests that no engine could run
+# codes of requests that no engine could run
+_OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
 _SAME_AGAIN = _OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
 _ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -96,6 +98,7 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
             stop=tuple(params.get("stop", ())),
             stop_token_ids=tuple(params.get("stop_token_ids", ())),
             ignore_eos=params.get("ignore_eos", False),
+            grammar=params.get("grammar", ""),
         ),
         resume_ids=open_row.resumed.token_ids if open_row.resumed else (),
         resume_hit_tokens=open_row.resumed.hit_tokens if open_row.resumed else 0,
@@ -174,12 +177,15 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
     cached = min(max(planned, usage.hit_tokens), usage.prompt_tokens)
     tokens = {"input_tokens": usage.prompt_tokens, "cached_tokens": cached, "output_tokens": usage.output_tokens}
     cost = line_cost_nanos(_rates(unit.rates, "tier"), **tokens)
+    ident = f"{unit.batch_id}:{row.line_nos[member]}"
+    message, reason = message_of(completion.text, _ANSWERS[completion.finish_reason], row.params, ident=ident)
     return PartLine(
         line_no=row.line_nos[member],
         is_ok=True,
         **tokens,
         cost_nanos=cost,
         standard_nanos=line_cost_nanos(_rates(unit.rates, "standard"), **tokens),
+        steps=usage.steps,
         row=part_file.success_row(
             batch_id=unit.batch_id,
             line_no=row.line_nos[member],
@@ -187,7 +193,8 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
             model=unit.model_id,
             created_s=unit.created_s,
             text=completion.text,
-            finish_reason=_ANSWERS[completion.finish_reason],
+            finish_reason=reason,
+            message=message,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             completion_tokens=usage.output_tokens,

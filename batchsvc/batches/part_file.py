@@ -39,6 +39,7 @@ class PartLine:
     output_tokens: int = 0
     cost_nanos: int = 0
     standard_nanos: int = 0
+    steps: int = 0  # of the engine that it took part in; 0: not known
     row: bytes
 
 
@@ -65,6 +66,7 @@ def encode(lines: Iterable[PartLine]) -> bytes:
                 "output_tokens": line.output_tokens,
                 "cost_nanos": line.cost_nanos,
                 "standard_nanos": line.standard_nanos,
+                "steps": line.steps,
             }
         )
         assert b"\n" not in line.row, "a row of a part is one line"
@@ -118,6 +120,7 @@ def _decode_line(line: bytes) -> PartLine:
         output_tokens=head["output_tokens"],
         cost_nanos=head["cost_nanos"],
         standard_nanos=head["standard_nanos"],
+        steps=head.get("steps", 0),  # older parts have none
         row=line[end + len(_ROW) : -1],
     )
 
@@ -131,12 +134,14 @@ def success_row(
     created_s: int,
     text: str,
     finish_reason: str,
+    message: dict[str, Any] | None = None,
     prompt_tokens: int,
     cached_tokens: int,
     completion_tokens: int,
     cost_nanos: int,
 ) -> bytes:
-    """A line of the output file. `created_s` is the batch's creation time, so that a rerun gives the same bytes."""
+    """A line of the output file. `created_s` is the batch's creation time, so that a rerun gives the same bytes;
+    `message` is the answer where it isn't just its text."""
     ident = _line_ident(batch_id, line_no)
     body = {
         "id": f"chatcmpl-{ident}",
@@ -146,7 +151,7 @@ def success_row(
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": message or {"role": "assistant", "content": text, "refusal": None},
                 "logprobs": None,
                 "finish_reason": finish_reason,
             }

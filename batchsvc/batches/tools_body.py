@@ -61,7 +61,7 @@ def calls_form(use: ToolUse, call_format: CallFormat) -> str:
         function = tool["function"]
         if function["name"] not in use.must_call:
             continue
-        schema = closed(function["parameters"]) if function.get("strict") else function["parameters"]
+        schema = closed(function["parameters"])  # a function takes the arguments it names
         param = f"tools[{index}].function.parameters"
         checked_spec("json", schema, param)  # names the tool at fault
         schema = {**schema, "x-guidance": JSON_FORM}

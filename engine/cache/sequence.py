@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from engine.cache.prefix import Entry, Scope
 from engine.request import FinishReason, Request
 
@@ -56,6 +58,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error_code: str | None = None
     error_message: str | None = None
+    pooled: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None  # sum of states, of a pooled request
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.resume_ids]
@@ -117,6 +120,11 @@ class Sequence:
         self.tokens[len(self.tokens) - self.num_unread] = token_id
         self.num_unread -= 1
 
+    def pool(self, states: bytes) -> None:
+        """Adds a chunk's sum of states (float32)."""
+        more = np.frombuffer(states, "<f4").astype(np.float64)
+        self.pooled = more if self.pooled is None else self.pooled + more
+
     def unsample(self) -> None:
         """Takes the last placeholder away: the step that was to sample it wasn't computed."""
         assert self.num_unread, f"{self.id}: no token to take back"
@@ -127,6 +135,7 @@ class Sequence:
         """Preempted: no KV any more. Admission finds again what is still cached."""
         self.state = SequenceState.WAITING
         self.computed_tokens = self.committed_tokens = 0
+        self.pooled = None
         self.num_preemptions += 1
 
     def finish(self, reason: FinishReason, code: str | None = None, message: str | None = None) -> None:

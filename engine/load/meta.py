@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.load.pooling import directory_pooling, gguf_pooling, pooling_files
+from engine.request import Pooling
 
 FAMILIES = ("llama",)
 """Model families the decoder runs, as `model_type` of config.json and `general.architecture` of GGUF spell them."""
@@ -23,7 +25,7 @@ class ModelMeta:
     """A model as its files describe it.
 
     `digest` is a sha256 over the weight, tokenizer and configuration files: two models with the same digest give the
-    same answers. `eos_ids` end an answer; `bos_token` and `eos_token` are their texts, for the chat template.
+    same answers. `pooling` says how vectors are made (engine/load/pooling.py), of `hidden` numbers. `eos_ids` end an answer; `bos_token` and `eos_token` are their texts, for the chat template.
     """
 
     path: Path
@@ -38,6 +40,8 @@ class ModelMeta:
     eos_token: str
     chat_template: str | None
     weight_bytes: int
+    hidden: int
+    pooling: Pooling | None
 
 
 def read_meta(path: str | Path) -> ModelMeta:
@@ -109,6 +113,7 @@ def _from_directory(path: Path) -> ModelMeta:
     bos_ids = [*ids.of(bos_token), *_as_ids(config.get("bos_token_id"))]
     hashed = [path / name for name in _HASHED if (path / name).exists()] + weights
     parts = [f"{file.name}:{_sha256(file)}" for file in hashed]
+    parts += [f"{file.relative_to(path)}:{_sha256(file)}" for file in pooling_files(path)]
     return ModelMeta(
         path=path,
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
@@ -122,6 +127,8 @@ def _from_directory(path: Path) -> ModelMeta:
         eos_token=eos_token,
         chat_template=_directory_template(path, tokens),
         weight_bytes=sum(file.stat().st_size for file in weights),
+        hidden=_size(config, "hidden_size", path),
+        pooling=directory_pooling(path),
     )
 
 
@@ -154,6 +161,8 @@ def _from_gguf(path: Path) -> ModelMeta:
         eos_token=vocab[eos_ids[0]] if eos_ids else "",
         chat_template=template if isinstance(template, str) else None,
         weight_bytes=sum(info.num_bytes for info in file.tensors.values()),
+        hidden=embedding.shape[-1],
+        pooling=gguf_pooling(fields, family),
     )
 
 

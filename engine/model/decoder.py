@@ -49,6 +49,11 @@ class Decoder:
         """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite."""
         return self._kernels.best(self._head_rows(hidden), self._weights.head)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> the states after the last norm, float32 [R, hidden]: what vectors are made of."""
+        scale = hidden.float().square().mean(dim=-1, keepdim=True).add(self.config.norm_eps).rsqrt()
+        return hidden.float() * scale * self._weights.norm
+
     def _head_rows(self, hidden: Tensor) -> Rows:
         return self._kernels.norm(hidden, self._weights.norm, self.config.norm_eps)
 

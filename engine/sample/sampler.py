@@ -1,57 +1,43 @@
 """Rows of logits to token ids.
 
 1. Rows that hold a NaN or an infinity get no id: their sequence fails, the others go on.
-2. Tokens that may not come yet (ends of answer before `min_tokens`) are masked.
+2. Bias and penalties change the logits (penalties.py). Tokens that a grammar doesn't allow, and those that may not come
+   yet (ends of answer before `min_tokens`), are masked. A grammar that allows nothing else than such an end has it.
 3. Greedy rows take the largest logit (a runner may do that in the head, without logits).
-4. Others: logits / temperature, the `top_k` largest, of these the fewest that hold `top_p` of their mass, then the
-   inverse of their cumulative distribution at one uniform number keyed by (seed, choice, position, purpose).
+4. Others: logits / temperature, those with at least `min_p` of the largest probability, of these the `top_k` largest,
+   of these the fewest that hold `top_p` of their mass, then the inverse of their cumulative distribution at one uniform
+   number keyed by (seed, choice, position, purpose).
 
 A row's id depends on that row alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sample.random import Purpose, uniform
+from engine.sample.masks import mask
+from engine.sample.penalties import adjust
+from engine.sample.row import SampleRow, row_sums, takes_largest
+
+__all__ = ["SampleRow", "sample"]
 
 NARROW = 1024
 """Candidates looked at first: sorting a whole vocabulary costs 20 times more and is rarely needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """How one row is sampled. `position` is the absolute position of the token; `masked_ids` may not come."""
-
-    params: SamplingParams
-    position: int
-    choice: int = 0
-    masked_ids: tuple[int, ...] = ()
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether its id is that of the largest logit, and nothing else of the logits counts."""
-        return not self.masked_ids and _is_argmax(self.params)
-
-    @property
-    def draw(self) -> float:
-        return uniform(self.params.seed, self.choice, self.position, Purpose.SAMPLE)
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
     """logits [R, vocab] float32 (modified) -> one id a row; None where the row holds a NaN or an infinity."""
     assert len(logits) == len(rows), "one SampleRow for each row of logits"
     is_sound = logits.sum(dim=-1).isfinite().tolist()
-    for index, row in enumerate(rows):
-        if row.masked_ids:
-            logits[index, list(row.masked_ids)] = float("-inf")
+    adjust(logits, rows)
+    mask(logits, rows)
     ids: list[int | None] = list(logits.argmax(dim=-1).tolist())
-    drawn = [i for i, row in enumerate(rows) if not _is_argmax(row.params) and is_sound[i]]
+    drawn = [i for i, row in enumerate(rows) if not takes_largest(row.params) and is_sound[i]]
     plain = [i for i in drawn if not _is_filtered(rows[i].params)]
     filtered = [i for i in drawn if _is_filtered(rows[i].params)]
     if plain:
@@ -63,12 +49,12 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
     return [token if sound else None for token, sound in zip(ids, is_sound, strict=True)]
 
 
-def _is_argmax(params: SamplingParams) -> bool:
-    return params.is_greedy or params.top_k == 1
-
-
 def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share else -math.inf
 
 
 def _scaled(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -97,15 +83,18 @@ def _draw_filtered(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow], width: int) -> tuple[list[int], list[bool]]:
     """Draws among the `width` largest of each row; and whether they held all that the row's filters keep."""
     vocab = scaled.shape[-1]
-    total = scaled.exp().sum(dim=-1, keepdim=True)
+    least = torch.tensor([_log(row.params.min_p) for row in rows], dtype=torch.float64)[:, None]
+    total = row_sums(scaled.exp().masked_fill_(scaled < least, 0.0))
     values, candidates = scaled.topk(width, dim=-1)
     top_k = torch.tensor([row.params.top_k or vocab for row in rows])[:, None]
     top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64)[:, None]
-    mass = values.exp().masked_fill_(torch.arange(width)[None, :] >= top_k, 0.0)
-    kept_mass = torch.where(top_k < vocab, mass.sum(dim=-1, keepdim=True), total)
+    cut = (torch.arange(width)[None, :] >= top_k) | (values < least)
+    mass = values.exp().masked_fill_(cut, 0.0)
+    kept_mass = torch.where(top_k < vocab, row_sums(mass), total)
     before = mass.cumsum(dim=-1) - mass
     keep = before < top_p * kept_mass
-    is_enough = (top_k <= width) | ~keep[:, -1:] | torch.tensor(width == vocab)
+    is_all = (top_k <= width) | (values[:, -1:] < least) | torch.tensor(width == vocab)
+    is_enough = is_all | (~keep[:, -1:] & (top_k >= vocab))
     chosen = _invert(mass.masked_fill_(~keep, 0.0), rows)
     ids = candidates.gather(1, torch.tensor(chosen)[:, None])[:, 0].tolist()
     return ids, is_enough[:, 0].tolist()

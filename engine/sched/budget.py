@@ -54,6 +54,14 @@ def predicted_peak_blocks(loads: Iterable[Load], block_tokens: int) -> int:
     return peak_blocks
 
 
+def too_large(prompt_tokens: int, max_outputs: int, held_tokens: int) -> str:
+    """Says that a request can never fit the pool."""
+    return (
+        f"The request needs more KV cache than there is: {prompt_tokens} prompt tokens and up to {max_outputs} output "
+        f"tokens against {held_tokens}; shorten it or give the engine more memory for KV."
+    )
+
+
 def is_known(params: SamplingParams) -> bool:
     """Whether only `max_tokens` can end the answer, so that its length is known."""
     return params.max_tokens == 1 or (params.ignore_eos and not params.stop and not params.stop_token_ids)

@@ -6,10 +6,14 @@ chunk of one token. Row r of a chunk is token `start + r` of its sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.cache.sequence import PLACEHOLDER as PLACEHOLDER
-from engine.request import SamplingParams
+from engine.request import Pooling, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +25,10 @@ class Chunk:
     `start`               position of the first of them in the sequence; KV for [0, start) exists
     `block_ids` [m]       KV blocks of the sequence, covering positions [0, start + n)
     `logit_rows`          rows of this chunk (0-based) whose logits are wanted; () while a prompt is unfinished
+    `pooling`             the result is a vector: `logit_rows` are the rows whose states are pooled, nothing is sampled
     `sample_position`     absolute position of the first sampled token (start + logit_rows[0] + 1): the
                           randomness key, the same whatever the batch
+    `history`             all tokens of the sequence before `start`, where penalties need them; else ()
     """
 
     seq_id: str
@@ -34,6 +40,8 @@ class Chunk:
     num_prompt_tokens: int
     choice: int = 0
     num_draft: int = 0
+    pooling: Pooling | None = None
+    history: tuple[int, ...] = ()
 
     @property
     def sample_position(self) -> int:
@@ -46,6 +54,19 @@ class BlockCopy:
 
     source: int
     target: int
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens may come next in answers that have a form: for each sequence id a row of `bits`, int32 [n, words],
+    whose bit t says it of token t."""
+
+    rows: dict[str, int]
+    bits: NDArray[np.int32]
+
+    def row(self, seq_id: str) -> NDArray[np.int32] | None:
+        """The mask of a sequence; None: any token may come."""
+        index = self.rows.get(seq_id)
+        return None if index is None else self.bits[index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +82,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
     freed_blocks: tuple[int, ...] = ()
+    masks: TokenMasks | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +91,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled ids of a step: for each sequence id one id per logit row, or the reason why a row has none."""
+    """Sampled ids of a step: for each sequence id one id per logit row, or the reason why a row has none. `codes` are
+    the codes of reasons other than logits that are no numbers. `logprobs` are those of the sampled ids, where they were
+    asked for. `pooled` has the sum of the wanted rows' states (float32) of those whose result is a vector."""
 
     sampled: dict[str, tuple[int, ...]]
     failed: dict[str, str]
+    codes: dict[str, str] = field(default_factory=dict)
+    pooled: dict[str, bytes] = field(default_factory=dict)
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -23,16 +23,18 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.cache.prefix import Entry, PrefixIndex
 from engine.cache.sequence import Sequence, SequenceState
 from engine.cache.tables import BlockTables
+from engine.pooling import rows_wanted, uses_cache
 from engine.request import Expectation, FinishReason, Request
-from engine.sched.budget import Load, StepBudget, least_outputs, predicted_peak_blocks
+from engine.sched.budget import Load, StepBudget, least_outputs, predicted_peak_blocks, too_large
+from engine.sched.counters import Counters
 from engine.sched.expected import ExpectedUses, block_uses
 from engine.sched.forecast import Forecast
+from engine.sched.forks import Forks, are_siblings, has_prompt
 from engine.sched.limits import StepLimits
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
@@ -47,22 +49,6 @@ _LANE_STRIDE = 1 << 40  # ranks of one lane; more arrivals than an engine lives 
 
 def _goes_on(_seq: Sequence, _token_id: int) -> None:
     return None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. `computed_tokens` counts all work, `recomputed_tokens` the share lost to preemption."""
-
-    steps: int = 0
-    chunks: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    shortages: int = 0
-    read_blocks: int = 0
 
 
 class _Share(NamedTuple):
@@ -99,6 +85,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._expected = ExpectedUses()
         self._leaders = PrefixLeaders()
+        self._forks = Forks()
         self._forecast = Forecast()
         self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._next_use)
         self._pool = self._tables.pool
@@ -142,18 +129,12 @@ class Scheduler:
         return seq
 
     def fork(self, parent_id: str, request: Request, max_outputs: int | None = None) -> Sequence:
-        """Queues another answer to the prompt of `parent_id`. If that one is running beyond its prompt and there is
-        room, the child starts from its blocks, the last one shared until one of them writes (copy-on-write)."""
+        """Queues another answer to the prompt of `parent_id`. As soon as that one's blocks hold the prompt, if there is
+        room, the child starts from them, the last one shared until one of them writes (copy-on-write)."""
         seq = self._new_sequence(request, max_outputs)
-        if seq.state is not SequenceState.WAITING:
-            return seq
         parent = self._sequences.get(parent_id)
-        if parent is None or not self._can_fork(parent, seq):
-            self._enqueue(seq)
-            return seq
-        self._tables.extend_keys(seq)
-        self._tables.fork(parent, seq, len(seq.tokens) - 1)
-        self._start(seq, is_first=True)
+        if seq.state is SequenceState.WAITING and (parent is None or not self._forks.hold(parent, seq)):
+            self._begin(seq, parent)
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -225,11 +206,16 @@ class Scheduler:
             if seq.state is SequenceState.FINISHED:
                 continue
             if seq.id in result.failed:
-                self._end(seq, FinishReason.ERROR, "invalid_logits", result.failed[seq.id])
+                code = result.codes.get(seq.id, "invalid_logits")
+                self._end(seq, FinishReason.ERROR, code, result.failed[seq.id])
                 continue
             if share.num_preemptions == seq.num_preemptions:
                 self._commit_blocks(seq, share.end_tokens)
-            if share.samples:
+                if has_prompt(seq):  # before its token is read, which may end it
+                    self._begin_forks(seq)
+            if seq.request.pooling is not None:
+                self._pool_states(seq, share, result.pooled.get(seq.id))
+            elif share.samples:
                 self._read(seq, result.sampled[seq.id])
         return self.take_finished()
 
@@ -263,7 +249,7 @@ class Scheduler:
         for seq in self._sequences.values():
             if seq.state is SequenceState.WAITING:
                 assert not seq.block_ids, f"{seq.id} waits and holds blocks"
-                assert bool(seq.num_unread) != (seq in self._waiting), f"{seq.id} waits nowhere"
+                assert bool(seq.num_unread) != (seq in self._waiting or seq in self._forks), f"{seq.id} waits nowhere"
         leaders = self._leaders.leaders()
         assert all(seq.state is SequenceState.RUNNING for seq in leaders.values()), "a leader isn't running"
         assert self._waiting.parked_keys() <= leaders.keys(), "a follower waits for nobody"
@@ -283,41 +269,41 @@ class Scheduler:
             self._forecast.observe_token(request, num_outputs)
         needed = self._tables.num_blocks_for(seq.num_prompt_tokens + least_outputs(request.params, allowed) - 1)
         if needed > self.num_blocks:
-            self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", self._too_large(seq))
+            self._end_too_large(seq)
         return seq
 
-    def _too_large(self, seq: Sequence) -> str:
-        held = self.num_blocks * self._block_tokens
-        return (
-            f"The request needs more KV cache than there is: {seq.num_prompt_tokens} prompt tokens and up to "
-            f"{seq.max_outputs} output tokens against {held}; shorten it or give the engine more memory for KV."
-        )
-
     def _enqueue(self, seq: Sequence) -> None:
-        self._tables.extend_keys(seq)
+        if uses_cache(seq.request):
+            self._tables.extend_keys(seq)
         self._waiting.add(seq)
         self._may_admit = True
 
+    def _begin(self, seq: Sequence, parent: Sequence | None) -> None:
+        if parent is None or not self._can_fork(parent, seq):
+            self._enqueue(seq)
+            return
+        self._tables.extend_keys(seq)
+        self._tables.fork(parent, seq, len(seq.tokens) - 1)
+        self._start(seq, is_first=True)
+
+    def _begin_forks(self, parent: Sequence) -> None:
+        for child in self._forks.take(parent.id):
+            self._begin(child, parent)
+
     def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        prompt_tokens = parent.num_prompt_tokens
-        return (
-            parent.state is SequenceState.RUNNING
-            and parent.committed_tokens >= prompt_tokens
-            and list(child.tokens) == list(parent.request.prompt_ids)
-            and (child.request.salt, child.request.adapter) == (parent.request.salt, parent.request.adapter)
-            and self._free_slots() >= child.decodes
-            and self._fits(
-                [*self._loads(), self._new_load(child, parent.entries[: (prompt_tokens - 1) // self._block_tokens])]
-            )
-        )
+        is_possible = has_prompt(parent) and are_siblings(parent, child) and self._free_slots() >= child.decodes
+        shared = parent.entries[: (parent.num_prompt_tokens - 1) // self._block_tokens]
+        return is_possible and self._fits([*self._loads(), self._new_load(child, shared)])
 
     def _free_slots(self) -> int:
         """How many more sequences may decode."""
         return self._limits.max_running - sum(seq.decodes for seq in self._running)
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """A placeholder can only be computed in the step right after the one that samples it."""
-        is_current = not seq.num_unread or seq.last_step == self._next_step - 1
+        """A placeholder can only be computed in the step right after the one that samples it; where a grammar decides
+        which tokens may come next, it must be read first."""
+        may_guess = seq.last_step == self._next_step - 1 and not seq.request.params.grammar
+        is_current = not seq.num_unread or may_guess
         return seq.state is SequenceState.RUNNING and is_current
 
     def _chunk_tokens(self, seq: Sequence, budget: StepBudget) -> int:
@@ -332,7 +318,7 @@ class Scheduler:
             if len(self._running) == 1:
                 if seq.num_unread:
                     return False
-                self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", self._too_large(seq))
+                self._end_too_large(seq)
             else:
                 self._forecast.observe_preemption()
                 self._preempt(victim)
@@ -360,10 +346,12 @@ class Scheduler:
                 token_ids=token_ids,
                 start=start,
                 block_ids=tuple(seq.block_ids),
-                logit_rows=(num_tokens - 1,) if samples else (),
+                logit_rows=rows_wanted(seq.request, num_tokens, samples),
                 params=seq.request.params,
                 num_prompt_tokens=seq.num_prompt_tokens,
                 choice=seq.request.choice,
+                pooling=seq.request.pooling,
+                history=tuple(seq.tokens[:start]) if samples and seq.request.params.has_penalties else (),
             )
         )
 
@@ -456,6 +444,17 @@ class Scheduler:
         if seq.state is SequenceState.WAITING and not seq.num_unread:  # preempted while this step was in flight
             self._enqueue(seq)
 
+    def _pool_states(self, seq: Sequence, share: _Share, states: bytes | None) -> None:
+        """Takes in what a step brought of a vector; for one that was preempted meanwhile, nothing."""
+        is_current = share.num_preemptions == seq.num_preemptions
+        if states is not None and is_current:
+            seq.pool(states)
+        if share.samples and is_current:
+            self._end(seq, FinishReason.STOP)
+        elif share.samples:
+            seq.unsample()
+            self._enqueue(seq)
+
     def _preempt(self, seq: Sequence) -> None:
         self.counters.preemptions += 1
         self.counters.recomputed_tokens += seq.computed_tokens
@@ -472,6 +471,11 @@ class Scheduler:
         del self._sequences[seq.id]
         seq.finish(reason, code, message)
         self._finished.append(seq)
+        self._begin_forks(seq)
+
+    def _end_too_large(self, seq: Sequence) -> None:
+        says = too_large(seq.num_prompt_tokens, seq.max_outputs, self.num_blocks * self._block_tokens)
+        self._end(seq, FinishReason.ERROR, "kv_capacity_exceeded", says)
 
     def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)

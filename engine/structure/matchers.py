@@ -69,9 +69,11 @@ class Grammars:
         return Matcher(compiled.deep_copy())
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
-        """Bit t of row i, in little-endian words: whether token t may come next in answer i."""
+        """Bit t of row i, in little-endian words: whether token t may come next in answer i; 0 past the last."""
         bits = np.full((len(matchers), (self.vocab_size + 31) // 32), -1, dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, [(m.state, row) for row, m in enumerate(matchers)], bits)
+        if self.vocab_size % 32:
+            bits[:, -1] &= np.int32((1 << self.vocab_size % 32) - 1)
         return bits
 
     def _compile(self, spec: str) -> LLMatcher:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import ModelError
 
@@ -88,6 +88,7 @@ class Tokenizer:
                 if kind in (_CONTROL, _USER_DEFINED)
             ]
         )
+        _surround(backend, fields, tokens)
         return cls(backend)
 
     def encode(self, text: str) -> list[int]:
@@ -100,6 +101,15 @@ class Tokenizer:
         for start in range(0, len(texts), _ENCODE_BATCH):
             batch = list(texts[start : start + _ENCODE_BATCH])
             ids += [encoding.ids for encoding in self._backend.encode_batch_fast(batch, add_special_tokens=False)]
+        return ids
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of plain texts, in order, with what the model wants around one (such as its first token)."""
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), _ENCODE_BATCH):
+            ids += [
+                encoding.ids for encoding in self._backend.encode_batch_fast(list(texts[start : start + _ENCODE_BATCH]))
+            ]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,10 +130,28 @@ class Tokenizer:
         """The bytes token `token_id` stands for; empty for special tokens and for ids outside the vocabulary."""
         return self._token_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def spelled(self, token_id: int) -> bytes:
+        """The bytes of token `token_id`; a special token, which stands for none, by its name."""
+        return self.token_bytes(token_id) or (self._backend.id_to_token(token_id) or "").encode()
+
     def token_id(self, token: str) -> int | None:
         """The id of the vocabulary entry `token`."""
         found: int | None = self._backend.token_to_id(token)
         return found
+
+
+def _surround(backend: tokenizers.Tokenizer, fields: dict[str, Any], tokens: list[str]) -> None:
+    """Has plain texts begin and end as the GGUF file says."""
+    around = {}
+    for name in ("bos", "eos"):
+        token_id = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if fields.get(f"tokenizer.ggml.add_{name}_token") is True and isinstance(token_id, int):
+            around[name] = (tokens[token_id], token_id)
+    if around:
+        pieces = [around.get("bos", ("",))[0], "$A", around.get("eos", ("",))[0]]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[piece for piece in pieces if piece], special_tokens=list(dict(around.values()).items())
+        )
 
 
 class _Spelling:

@@ -64,6 +64,14 @@ def test_run_gives_each_request_its_answer_in_the_order_of_the_requests() -> Non
     assert not engine.has_work()
 
 
+def test_usage_tells_the_steps_that_a_request_took_part_in() -> None:
+    one = request("one", list(range(1, 11)), 4, ignore_eos=True)  # chunks of 4, 4 and 2 tokens, then 3 more tokens
+    (alone,) = make_engine(step_tokens=4).run([one])
+    assert alone.usage.steps == 6
+    together = list(make_engine(step_tokens=64).run([one, request("two", [1], 30, ignore_eos=True)]))
+    assert [completion.usage.steps for completion in together] == [4, 30]
+
+
 def test_run_may_be_called_again_and_again_and_interleaved() -> None:
     engine = make_engine(max_running=2)
     for _ in range(3):

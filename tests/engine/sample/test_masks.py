@@ -1,0 +1,53 @@
+"""Masks: exactly the allowed tokens keep their logits, whatever the mix of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import SamplingParams
+from engine.sample.masks import mask
+from engine.sample.row import SampleRow
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+def packed(allowed: list[bool]) -> np.ndarray:
+    """As the words of a mask."""
+    bits = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]]:
+    vocab = draw(st.integers(1, 100))
+    few = st.sets(st.integers(0, vocab - 1), min_size=1, max_size=3).map(lambda ids: [i in ids for i in range(vocab)])
+    nearly_all = st.sets(st.integers(0, vocab - 1), max_size=3).map(lambda ids: [i not in ids for i in range(vocab)])
+    any_mask = st.none() | few | nearly_all | st.lists(st.booleans(), min_size=vocab, max_size=vocab)
+    ends = st.lists(st.integers(0, vocab - 1), max_size=2, unique=True).map(tuple)
+    return vocab, draw(st.lists(st.tuples(any_mask, ends), min_size=1, max_size=5))
+
+
+@given(cases())
+def test_what_may_come_keeps_its_logit_and_nothing_else_does(
+    case: tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]],
+) -> None:
+    vocab, masks = case
+    logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
+    rows = [
+        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else packed(allowed))
+        for allowed, ends in masks
+    ]
+    found = logits.clone()
+    mask(found, rows)
+    for index, (allowed, ends) in enumerate(masks):
+        may = np.ones(vocab, bool) if allowed is None else np.array(allowed)
+        left = may.copy()
+        left[list(ends)] = False
+        if allowed is None or left.any():
+            may = left
+        expected = torch.where(torch.from_numpy(may), logits[index], float("-inf"))
+        assert torch.equal(found[index], expected)

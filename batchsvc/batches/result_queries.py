@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import SQLColumnExpression
 
 from batchsvc.batches import line_set
 from batchsvc.batches.line_set import LineNos
@@ -31,8 +32,7 @@ class HeldLines(NamedTuple):
     line_nos: LineNos | None
 
 
-_SEQ = func.coalesce(Part.seq, 0)
-_COLUMNS = (Part.id, _SEQ, Part.window_no, Part.s3_key, Part.sha256, Part.is_void)
+_COLUMNS = (Part.id, func.coalesce(Part.seq, 0), Part.window_no, Part.s3_key, Part.sha256, Part.is_void)
 
 
 def next_seq(batch: Batch) -> int:
@@ -51,7 +51,7 @@ def number_older(session: Session, batch: Batch) -> None:
 def parts(session: Session, batch_id: str, from_seq: int) -> list[StoredPart]:
     """The parts of a batch from this one on, in order, those included that were taken back. Served by ix_parts_seq."""
     found = select(*_COLUMNS).where(Part.batch_id == batch_id, Part.seq >= from_seq).order_by(Part.seq)
-    return [StoredPart(*row) for row in session.execute(found)]
+    return [_part(row) for row in session.execute(found)]
 
 
 def void_parts(session: Session, batch_id: str) -> list[HeldLines]:
@@ -78,9 +78,11 @@ def windows_from(session: Session, batch_id: str, line_no: int) -> list[Window]:
     return list(session.scalars(select(Window).where(*later).order_by(Window.no)))
 
 
-def _held(session: Session, which: tuple[ColumnElement[bool], ...]) -> list[HeldLines]:
+def _held(session: Session, which: tuple[SQLColumnExpression[bool], ...]) -> list[HeldLines]:
     rows = session.execute(select(*_COLUMNS, Part.line_nos).where(*which).order_by(Part.seq))
-    return [
-        HeldLines(StoredPart(*columns), None if line_nos is None else line_set.decode(line_nos))
-        for *columns, line_nos in rows
-    ]
+    return [HeldLines(_part(row), None if row.line_nos is None else line_set.decode(row.line_nos)) for row in rows]
+
+
+def _part(row: Any) -> StoredPart:
+    """From a row that begins with `_COLUMNS`."""
+    return StoredPart(*row[: len(_COLUMNS)])

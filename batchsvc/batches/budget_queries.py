@@ -90,7 +90,7 @@ def grant(
     missing = want_nanos - reach
     if missing > 0 and cap != 0:
         room = billing.room_nanos(session, batch.project_id)
-        more = min(missing, *(bound for bound in (cap, room) if bound is not None))
+        more = min([missing, *(bound for bound in (cap, room) if bound is not None)])
         if more > 0:
             _extend(session, batch, more)
             reach += more

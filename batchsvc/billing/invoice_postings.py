@@ -3,7 +3,7 @@
     invoice      receivable:<payer> -> available:<project>   the net amount, for each project on the invoice
     tax          receivable:<payer> -> tax
     rounding     receivable:<payer> -> rounding
-    settlement   available:<payer>  -> receivable:<payer>    a prepaid project pays at once
+    settlement   available:<payer>  -> receivable:<payer>    a prepaid project pays at once, and gets back at once
     credit_note  receivable:<payer> -> revenue, tax, rounding, with amounts below 0
     unbill       the first three back, when the invoice becomes void
 

@@ -186,6 +186,9 @@ def credit_note(
     _check_parties(made)
     _number(session, made, now, kind="-CN")
     postings.post_credit_note(session, made, now)
+    if corrected.status == InvoiceStatus.PAID and accounts.existing_project(session, made.project_id).is_prepaid:
+        postings.post_settlement(session, made, now)
+        _move(session, made, InvoiceStatus.PAID, "to the prepaid balance")
     return made
 
 

@@ -31,6 +31,7 @@ GROUPS = {
     "item": "line_item",
 }
 _METADATA = "metadata."
+_EMPTY = {"model": "given back"}  # a refund, goodwill or a credit note has no model
 _BAR_COLUMNS = 24
 _PLAIN_COLUMNS = 200  # of a table that goes into a file or a pipe
 
@@ -96,7 +97,10 @@ def rendered(found: Report, *, color: bool) -> str:
     table.add_column("", no_wrap=True)
     most = max((abs(row[found.money]) for row in found.rows), default=0)
     for row in found.rows:
-        cells = [*(row[word] for word in found.by), *(_cell(name, row[name]) for name in found.measures)]
+        cells = [
+            *(row[word] or _EMPTY.get(word, "") for word in found.by),
+            *(_cell(name, row[name]) for name in found.measures),
+        ]
         table.add_row(*cells, Bar(most or 1, 0, max(row[found.money], 0), width=_BAR_COLUMNS, color="cyan"))
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else _PLAIN_COLUMNS

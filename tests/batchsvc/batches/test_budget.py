@@ -299,6 +299,31 @@ def test_a_batch_that_will_not_wait_ends_its_lines(treasury: Treasury) -> None:
     assert treasury.says("batch_1") == "in_progress"
 
 
+def test_a_limit_that_is_taken_back_while_units_run_binds_them_no_more(treasury: Treasury) -> None:
+    treasury.limit(budget_nanos=100)
+    treasury.begin(100)
+    (unit,) = treasury.claim()
+    assert treasury.grant(unit, 300) == Grant(100, Verdict.FITS)
+    treasury.limit(budget_nanos=None)
+    assert treasury.grant(unit, 300, used_nanos=90, need_nanos=190) == Grant(300, Verdict.FITS)
+
+
+def test_a_limit_that_is_set_while_units_run_is_told_to_whoever_runs_them(treasury: Treasury) -> None:
+    treasury.begin(100, units=2)
+    treasury.claim()
+
+    def stopping() -> list[str]:
+        with treasury.db.reading() as session:
+            return unit_queries.stopping(session, "w")
+
+    assert stopping() == []
+    treasury.limit(budget_nanos=100)
+    (told,) = stopping()
+    (metered,) = treasury.claim()
+    treasury.grant(metered, 10)
+    assert stopping() == [told], "who has asked for money goes on"
+
+
 def test_batches_that_begin_at_once_share_one_budget(treasury: Treasury) -> None:
     treasury.limit(budget_nanos=100)
     batches = [treasury.add() for _ in range(6)]

@@ -228,6 +228,18 @@ def test_a_goodwill_credit_lowers_the_month_s_invoice(books: Books, is_prepaid: 
     assert books.balance(receivable(books.project)) == (0 if is_prepaid else -made.payable_nanos)
 
 
+def test_a_credit_note_to_a_prepaid_project_is_money_that_it_may_spend(books: Books) -> None:
+    with books.db.transaction() as session:
+        session.execute(text("UPDATE projects SET is_prepaid = true"))
+    post(books, "topup", 10**9, "t1")
+    books.use(JANUARY.start_ms, BIG)
+    made = books.issue("2024-01")
+    before = books.balance(available(books.project))
+    note = books.act(str(made.number), "credit_note", amount="0.02", reason="slow")
+    assert note["status"] == "paid" and books.balance(available(books.project)) == before + 2 * 10**7
+    assert books.balance(receivable(books.project)) == 0
+
+
 def _credit_in_january(books: Books, nanos: int) -> None:
     posting = ledger.move("credit", books.project, nanos, reason="sorry", key="c1")
     with books.db.transaction() as session:

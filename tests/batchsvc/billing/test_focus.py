@@ -6,6 +6,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,3 +130,21 @@ def test_names_tags_and_skus() -> None:
 def test_what_has_no_rates_is_an_adjustment() -> None:
     (charge,) = exported(bucket(0, [Usage(input_tokens=9, cost_nanos=-5)], None))
     assert (charge["ChargeCategory"], charge["BilledCost"]) == ("Adjustment", "-0.000000005")
+
+
+@pytest.mark.parametrize(
+    ("item", "category", "charge_class"),
+    [("refund", "Adjustment", "Correction"), ("credit note", "Adjustment", "Correction"), ("goodwill", "Credit", "")],
+)
+def test_what_is_given_back_is_a_charge_of_its_own(item: str, category: str, charge_class: str) -> None:
+    given = dict.fromkeys(focus.GROUPS) | {"project_id": "proj", "line_item": item, "amount_nanos": -7_000_000_001}
+    given |= {"quantity": None, "rate_nanos": None}
+    (charge,) = exported({"start_time": 0, "end_time": DAY_S, "results": [given]})
+    assert (charge["ChargeCategory"], charge["ChargeClass"], charge["BilledCost"]) == (
+        category,
+        charge_class,
+        "-7.000000001",
+    )
+    assert charge["ChargeDescription"] == item and charge["ChargeFrequency"] == "One-Time"
+    assert tuple(charge) == focus.COLUMNS and all(charge[name] for name in NOT_NULL)
+    assert not charge["SubAccountId"] and not charge["ResourceId"] and not charge["x_PriceVersion"]

@@ -156,10 +156,15 @@ class ModelRunner:
         ids: list[int | None] = [None] * len(rows)
         logprobs: dict[int, TokenLogprobs] = {}
         greedy = [i for i, row in enumerate(rows) if row.is_argmax]
+        others = [i for i, row in enumerate(rows) if not row.is_argmax]
         if greedy:
             for i, token in zip(greedy, self._decoder.best(hidden[greedy]).tolist(), strict=True):
-                ids[i] = token if token >= 0 else None
-        others = [i for i, row in enumerate(rows) if not row.is_argmax]
+                if token < 0:
+                    ids[i] = None
+                elif rows[i].may_come(token):
+                    ids[i] = token
+                else:  # seldom: a model that follows its form mostly knows what may come
+                    others.append(i)
         for start in range(0, len(others), LOGIT_ROWS):
             some = others[start : start + LOGIT_ROWS]
             logits, mine = self._decoder.logits(hidden[some]), [rows[i] for i in some]

@@ -28,10 +28,14 @@ class SampleRow:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its id is that of the largest logit, and nothing else of the logits counts."""
-        params = self.params
-        is_plain = not self.masked_ids and self.allowed is None and not params.needs_logits
-        return is_plain and takes_largest(params)
+        """Whether its id is that of the largest logit, if that one may come, and nothing else of the logits counts."""
+        return takes_largest(self.params) and not self.params.needs_logits
+
+    def may_come(self, token_id: int) -> bool:
+        """Whether neither mask forbids a token."""
+        if token_id in self.masked_ids:
+            return False
+        return self.allowed is None or bool(self.allowed[token_id >> 5] >> (token_id & 31) & 1)
 
     @property
     def draw(self) -> float:

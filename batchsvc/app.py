@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 import batchsvc.accounts.routes
 import batchsvc.batches.explain_routes
+import batchsvc.batches.message_routes
 import batchsvc.batches.model_routes
 import batchsvc.batches.quote_routes
 import batchsvc.batches.result_routes
@@ -85,6 +86,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
             BodyLimit("POST", "/v1/files", None),
             BodyLimit("POST", "/v1/uploads/[^/]+/parts", None),
             BodyLimit("POST", "/v1/batches", settings.max_inline_bytes),
+            BodyLimit("POST", "/v1/messages/batches", settings.max_inline_bytes),
         ],
     )
     errors.install(app)
@@ -92,6 +94,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         app.include_router(module.routes.router)
     app.include_router(batchsvc.files.upload_routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
+    app.include_router(batchsvc.batches.message_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.batches.explain_routes.router)
     app.include_router(batchsvc.batches.result_routes.router)

@@ -28,6 +28,10 @@ def batch_id() -> str:
     return "batch_" + random_text(24)
 
 
+def message_batch_id() -> str:
+    return "msgbatch_" + random_text(24)
+
+
 def quote_id() -> str:
     return "quote_" + random_text(24)
 

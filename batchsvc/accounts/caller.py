@@ -1,4 +1,7 @@
-"""From a request to its caller: the key in `Authorization: Bearer KEY`, checked against the database every time."""
+"""From a request to its caller: its key, checked against the database every time.
+
+The key stands in `Authorization: Bearer KEY`, or in `x-api-key`, where Anthropic's client puts it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from batchsvc.http.deps import ContextDep
 def require_caller(request: Request, context: ContextDep) -> Caller:
     """Who makes this call. No cache: a key that is revoked is refused from the next call on."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if not scheme:
+        scheme, secret = "bearer", request.headers.get("x-api-key", "")
     if scheme.lower() != "bearer" or not secret.strip():
         raise AuthenticationError(
             "You didn't provide an API key: send it in a header, Authorization: Bearer KEY.", code="missing_api_key"

@@ -23,8 +23,8 @@ def models(session: Session) -> list[Model]:
 
 
 def batch(session: Session, project_id: str, batch_id: str) -> Batch | None:
-    """One batch of a project, as it is now."""
-    found = select(Batch).where(Batch.id == batch_id, Batch.project_id == project_id)
+    """One batch of a project that nobody has deleted, as it is now."""
+    found = select(Batch).where(Batch.id == batch_id, Batch.project_id == project_id, Batch.deleted_ms.is_(None))
     return session.scalars(found.execution_options(populate_existing=True)).first()
 
 
@@ -32,7 +32,7 @@ def batches(
     session: Session, project_id: str, *, after: Cursor | None, limit: int, ascending: bool, name: str | None
 ) -> list[Batch]:
     """At most `limit` batches of a project beyond `after`. Served by ix_batches_listing."""
-    wanted = select(Batch).where(Batch.project_id == project_id)
+    wanted = select(Batch).where(Batch.project_id == project_id, Batch.deleted_ms.is_(None))
     if name is not None:
         wanted = wanted.where(Batch.name == name)
     return list(session.scalars(page(wanted, Batch.created_ms, Batch.id, after, limit, ascending)))

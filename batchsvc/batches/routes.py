@@ -17,6 +17,7 @@ from batchsvc.batches import inputs, poison_queries, service
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.inputs import NewInput
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
@@ -40,6 +41,12 @@ def create_batch(
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""
     batch_id = ids.batch_id()
+    if body.endpoint == MESSAGES:
+        raise InvalidRequestError(
+            f"endpoint: batches of {MESSAGES} are created with POST {MESSAGES}/batches.",
+            code="invalid_value",
+            param="endpoint",
+        )
 
     def create(session: Session, given: NewInput | None) -> dict[str, Any]:
         call = body

@@ -41,13 +41,18 @@ def _flat(found: Any) -> Iterator[APIRoute]:
 
 
 def envelope(answer: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of a response, which must be OpenAI's envelope and nothing else."""
+    """The error of a response, which must be OpenAI's envelope and nothing else; of messages, Anthropic's."""
     assert answer.status_code == status, answer.text
     assert answer.headers["x-request-id"].startswith("req_")
     body = answer.json()
+    assert "Traceback" not in answer.text
+    if answer.request.url.path.startswith("/v1/messages"):
+        assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"} and body["error"]["message"]
+        return dict(body["error"])
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"] and "Traceback" not in answer.text
+    assert body["error"]["message"]
     return dict(body["error"])
 
 
@@ -115,7 +120,7 @@ def test_errors_of_http_itself(api: Api) -> None:
     assert envelope(api.call("POST", "/v1/batches", json={}), 400)["code"] == "missing_required_parameter"
     surrogate = b'{"input_file_id":"\\ud800","endpoint":"a","completion_window":"b"}'
     envelope(api.call("POST", "/v1/batches", content=surrogate, headers={"content-type": "application/json"}), 400)
-    assert envelope(api.call("POST", "/v1/batches", content=b" " * 3_000_000), 413)["code"] == "body_too_large"
+    assert envelope(api.call("POST", "/v1/batches/quote", content=b" " * 3_000_000), 413)["code"] == "body_too_large"
     for query, param in (
         ("limit=0", "limit"),
         ("limit=101", "limit"),

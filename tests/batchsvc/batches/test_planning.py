@@ -70,6 +70,28 @@ def test_a_batch_gets_units_a_reservation_and_starts(planned: Planned) -> None:
     assert planned.batch(batch.id).plan_epoch == batch.plan_epoch
 
 
+@on_sqlite
+def test_messages_are_planned_as_the_chats_that_they_mean(planned: Planned) -> None:
+    url = "/v1/messages"
+    system = [{"type": "text", "text": "Be brief."}]
+    text = "Where is my parcel?"
+    chat = line("chat", messages=[{"role": "system", "content": system}, {"role": "user", "content": text}])
+    wanted = planned.lines(planned.run(jsonl(chat)).id)[1]
+    params = {key: value for key, value in line("a")["body"].items() if key != "max_tokens"}
+    lines = [
+        {**line("a", system=system), "url": url},
+        {**line("b"), "url": url, "body": params},
+        {**line("c", tools=[{"name": "f"}]), "url": url},
+        {**line("d", model=None), "url": url},
+    ]
+    batch = planned.run(jsonl(*lines), endpoint=url, on_invalid="skip")
+    assert (batch.status, batch.total, batch.failed) == ("in_progress", 4, 3)
+    assert planned.lines(batch.id)[1][1] == wanted[1], "as many prompt tokens as the chat has"
+    rejected = planned.rejected(batch.id)
+    assert [rejected[number]["response"]["body"]["error"]["param"] for number in (2, 3)] == ["max_tokens", "tools"]
+    assert rejected[4]["error"]["code"] == "missing_required_parameter"
+
+
 def test_windows_are_cut_by_lines_and_number_everything_on(planned: Planned) -> None:
     data = jsonl(*(line(f"id{i}", f"text {i % 3}") for i in range(11)), b"\n\n")
     small = planned.with_settings(window_lines=4, unit_lines=2)

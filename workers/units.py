@@ -286,13 +286,26 @@ class UnitSource:
                 ask = live.allowance.ask(sum(request_id in self._of_request for request_id in live.open))
             verdict = self._grant(live, ask)
             with self._changed:
-                self._backlog.extend(live.allowance.unpark())
+                fitting = live.allowance.unpark()
+                if ask.need_nanos and verdict is Verdict.FITS and not fitting:
+                    fitting = self._cut(live, live.allowance)
+                self._backlog.extend(fitting)
                 refused = list(live.allowance.parked.values()) if verdict is Verdict.OVER else []
             for row in refused:
                 self._finished(live, row, to_over_budget(live.unit, row, live.allowance.most_nanos(row)))
             if verdict is Verdict.WAIT:
                 self.stop([live.unit.id])
             self._engine.wake()
+
+    def _cut(self, live: _LiveUnit, allowance: Allowance) -> list[OpenRow]:
+        """The lines of a row for which there is money, where there isn't for all of it."""
+        cut = allowance.split()
+        if cut is None:
+            return []
+        for row in cut:
+            live.open[row.request_id] = row
+            self._of_request[row.request_id] = live
+        return [cut[0]]
 
     def _grant(self, live: _LiveUnit, ask: Ask) -> Verdict | None:
         """Ask for money, and note what was granted. None: not known, or the unit is lost."""

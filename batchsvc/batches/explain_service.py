@@ -128,9 +128,12 @@ class _Line:
         shown = _shown(batch, self.line_no, self.custom_id) | {"window": self.window_no}
         try:
             place = self._place(units)
-            part, row = self._result(place, parts)
+            part, line = self._result(place, parts)
+            row = orjson.loads(line.row) if line else None
             if place is not None:
                 shown |= self._planned(place, units, part, row)
+            if line is not None and line.steps:
+                shown["engine_steps"] = line.steps
         except NotFoundError:  # objects of an ended batch are cleared away, a file at a time
             part, row = None, None
             shown["cached"] = {"why": _GONE}
@@ -153,15 +156,15 @@ class _Line:
                     return _Place([unit for unit in units if unit.s3_key == key], row, line.member, line.bit)
         return None
 
-    def _result(self, place: _Place | None, parts: list[Part]) -> tuple[Part | None, dict[str, Any] | None]:
-        """The part that delivered the line, and the line of the result file in it."""
+    def _result(self, place: _Place | None, parts: list[Part]) -> tuple[Part | None, part_file.PartLine | None]:
+        """The part that delivered the line, and the line in it."""
         ids = {unit.id for unit in place.units} if place else {None}
         for part in parts:
             has = place is None or int.from_bytes(part.bitmap or b"", "little") >> place.bit & 1
             if part.unit_id in ids and has:
                 for line in part_file.decode(self.store.get(part.s3_key)):
                     if line.line_no == self.line_no:
-                        return part, orjson.loads(line.row)
+                        return part, line
         return None, None
 
     def _planned(
@@ -222,6 +225,7 @@ def _shown(batch: Batch, line_no: int, custom_id: str) -> dict[str, Any]:
         "unit": None,
         "part": None,
         "attempts": None,
+        "engine_steps": None,
         "cached": None,
         "usage": None,
         "cost_nanos": None,

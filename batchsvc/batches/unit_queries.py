@@ -178,18 +178,11 @@ def renew(session: Session, owner: str, lease_s: float, unit_ids: Collection[str
         update(Unit)
         .where(Unit.owner == owner, Unit.state == "leased", Unit.id.in_(unit_ids))
         .values(lease_ms=now + _ms(lease_s))
-        .returning(Unit.id, Unit.epoch, Unit.batch_id)
+        .returning(Unit.id, Unit.epoch)
         .execution_options(synchronize_session=False)
     ).all()
-    stopping = set(
-        session.scalars(
-            select(Batch.id).where(
-                Batch.id.in_({row.batch_id for row in renewed}),
-                ~claim_queries.is_running(now) | Batch.is_paused,
-            )
-        )
-    )
-    return [RenewedUnit(id=row.id, epoch=row.epoch, is_stopping=row.batch_id in stopping) for row in renewed]
+    ending = set(stopping(session, owner))
+    return [RenewedUnit(id=row.id, epoch=row.epoch, is_stopping=row.id in ending) for row in renewed]
 
 
 def stopping(session: Session, owner: str) -> list[str]:

@@ -76,6 +76,7 @@ def _line_fields(line: dict[str, Any]) -> dict[str, Any]:
         "Attempts": f"{attempts['failed']} failed; its unit was leased {attempts['unit_was_leased']} times"
         if attempts
         else None,
+        "Engine steps": f"{line['engine_steps']:,}" if line.get("engine_steps") else None,
         "Tokens": f"{usage['input_tokens']} in, {usage['cached_tokens']} of them cached, {usage['output_tokens']} out"
         if usage
         else None,

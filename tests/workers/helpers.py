@@ -19,7 +19,7 @@ def finish(world: World, unit: ClaimedUnit, most_lines: int | None = None) -> li
     rows = list(open_rows(unit, unit_file.read(world.store.get(unit.s3_key))))
     lines: list[FinishedLine] = []
     for row in rows:
-        usage = Usage(len(row.row.prompt_ids), 0, 2)
+        usage = Usage(len(row.row.prompt_ids), 0, 2, steps=3)
         done = Completion(
             request_id=row.request_id,
             token_ids=(7, 8),

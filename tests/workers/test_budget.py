@@ -22,6 +22,7 @@ from tests import servers
 from tests.workers.conftest import FAST, RATES, World, open_world
 from tests.workers.test_engine_run import completed, finalized, until, worker
 from workers.allowance import Allowance
+from workers.translate import OpenRow
 
 INPUT_NANOS = 30 + 2  # three tokens at 10, and one cached at 2.5: half a nano-dollar is rounded to the even 32
 
@@ -66,18 +67,21 @@ def test_a_batch_spends_no_more_than_max_cost_and_no_line_that_fits_is_left_out(
         assert (funds.available_nanos, funds.reserved_nanos) == (-batch.cost_nanos, 0)
 
 
-def test_a_folded_row_costs_what_its_lines_cost(sqlite_world: World) -> None:
-    """Three lines share a row: one prompt is computed, three answers are billed, and all or none is admitted."""
-    row_nanos = most(4) + 2 * (10 + 40 * 4)
-    batch_id = sqlite_world.add_batch(num_lines=6, unit_lines=6, fold=3, reserved_nanos=0, max_cost_nanos=row_nanos - 1)
-    with worker(sqlite_world):
-        until(completed(sqlite_world, batch_id), "all lines")
-    assert sqlite_world.batch(batch_id).over_budget == 6
-    batch_id = sqlite_world.add_batch(num_lines=6, unit_lines=6, fold=3, reserved_nanos=0, max_cost_nanos=row_nanos)
-    with worker(sqlite_world):
-        until(completed(sqlite_world, batch_id), "all lines")
-    finalized(sqlite_world, batch_id, Status.COMPLETED)
-    assert sqlite_world.batch(batch_id).completed >= 3
+def test_of_lines_that_are_computed_once_as_many_run_as_there_is_money_for(sqlite_world: World) -> None:
+    """Three lines share a row: one prompt is computed, three answers are billed, and each is admitted by itself."""
+    first, other = most(4), 10 + 40 * 4  # another one finds the whole prompt cached: four tokens at 2.5
+    for most_nanos, least in ((first - 1, 0), (first, 1), (first + 2 * other - 1, 2), (first + 2 * other, 3)):
+        batch_id = sqlite_world.add_batch(
+            num_lines=3, unit_lines=3, fold=3, reserved_nanos=0, max_tokens=4, max_cost_nanos=most_nanos
+        )
+        with worker(sqlite_world, FakeEngine(None, max_running=1)):
+            until(completed(sqlite_world, batch_id), "all lines")
+        finalized(sqlite_world, batch_id, Status.COMPLETED)
+        batch = sqlite_world.batch(batch_id)
+        assert batch.completed >= least and batch.completed + batch.over_budget == 3
+        assert batch.cost_nanos <= most_nanos and (least or not batch.completed)
+        rest = most_nanos - batch.cost_nanos
+        assert batch.completed == 3 or rest < (other if batch.completed else first), "whatever fits has run"
 
 
 def test_a_batch_of_a_prepaid_project_waits_for_money_and_goes_on(money: World) -> None:
@@ -111,6 +115,26 @@ def test_a_batch_of_a_prepaid_project_waits_for_money_and_goes_on(money: World) 
     assert available() == 13 * most(4) + 5 - money.batch(batch_id).cost_nanos
 
 
+def test_a_limit_that_is_set_while_units_run_binds_them_too(money: World) -> None:
+    batch_id = money.add_batch(num_lines=40, unit_lines=20, max_tokens=20, reserved_nanos=0)
+    project_id = money.batch(batch_id).project_id
+    with worker(money, FakeEngine(None, max_running=2, tokens_per_s=150)):
+        until(lambda: money.batch(batch_id).completed > 0, "a first part")
+        assert not any(unit.is_metered for unit in money.units(batch_id))
+        with money.db.transaction() as session:
+            accounts.change_project(session, project_id, {"is_prepaid": True})
+        until(lambda: not money.batch(batch_id).has_budget, "it waits for money")
+        until(lambda: not any(unit.owner for unit in money.units(batch_id)), "its units are given back")
+        assert money.batch(batch_id).completed < 40
+        spent = money.batch(batch_id).cost_nanos
+        money.db.run(lambda s: billing.post_topup(s, project_id, spent + 50 * most(20), reason="t", key="t"))
+        assert money.db.run(lambda s: budget_queries.admit(s, batch_id))
+        until(completed(money, batch_id), "all lines")
+    finalized(money, batch_id, Status.COMPLETED)
+    with money.db.reading() as session:
+        assert ledger.funds(session, project_id).available_nanos >= 0
+
+
 def test_without_limits_nobody_asks_for_money(sqlite_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(budget_queries, "grant", lambda *args, **kwargs: asked.append(args[1]))
@@ -121,35 +145,48 @@ def test_without_limits_nobody_asks_for_money(sqlite_world: World, monkeypatch: 
     assert not asked and sqlite_world.batch(batch_id).reserved_nanos == sqlite_world.batch(batch_id).cost_nanos
 
 
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.booleans()), max_size=12), st.integers(0, 2000))
-def test_what_runs_and_what_ended_never_exceeds_the_grant(rows: list[tuple[int, int, bool]], granted: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(1, 3)), max_size=12),
+    st.integers(0, 2000),
+)
+def test_what_runs_and_what_ended_never_exceeds_the_grant(rows: list[tuple[int, int, bool, int]], granted: int) -> None:
     unit = SimpleNamespace(rates={"tier": RATES})
-    prompt = np.zeros(4, np.int32)
-    made = {}
-    for no, (max_tokens, length, ends) in enumerate(rows):
-        row = SimpleNamespace(prompt_ids=prompt, cached_tokens=lambda _: 1, max_tokens=max_tokens)
-        made[f"r{no}"] = (
-            SimpleNamespace(request_id=f"r{no}", row=row, members=((no, 0),)),
-            INPUT_NANOS + 40 * min(length, max_tokens),
-            ends,
-        )
-    allowance = Allowance(unit, [row for row, _, _ in made.values()])
+    prompt, lengths, ending = np.zeros(4, np.int32), {}, {}
+    made = []
+    for no, (max_tokens, length, ends, lines) in enumerate(rows):
+        row = SimpleNamespace(prompt_ids=prompt, cached_tokens=lambda member: 4 if member else 1, max_tokens=max_tokens)
+        members = tuple((no * 3 + member, member) for member in range(lines))
+        made.append(OpenRow(request_id=f"r{no}", row=row, members=members))
+        lengths[f"r{no}"], ending[f"r{no}"] = min(length, max_tokens), ends
+
+    def costs(row: OpenRow) -> int:
+        output = 40 * lengths[row.request_id.partition("+")[0]]
+        return sum((10 if member else INPUT_NANOS) + output for _, member in row.members)
+
+    allowance = Allowance(unit, made)
     allowance.granted_nanos = granted
-    running, spent, waiting = {}, 0, [row for row, _, _ in made.values()]
-    while waiting or running:
+    running: dict[str, OpenRow] = {}
+    spent, waiting, ran = 0, made, 0
+    while True:
         for row in waiting:
             if allowance.admit(row):
-                running[row.request_id] = allowance.most_nanos(row)
-        assert spent + sum(running.values()) <= granted
-        ended = next((request_id for request_id in running if made[request_id][2]), None) or next(iter(running), None)
+                running[row.request_id] = row
+        assert spent + sum(map(allowance.most_nanos, running.values())) <= granted
+        ended = next((name for name in running if ending.get(name)), None) or next(iter(running), None)
         if ended is None:
-            break
-        del running[ended]
-        spent += made[ended][1]
-        allowance.ended(ended, made[ended][1])
+            if (cut := allowance.split()) is None:
+                break
+            waiting = [cut[0]]
+            continue
+        row = running.pop(ended)
+        spent, ran = spent + costs(row), ran + len(row.members)
+        allowance.ended(ended, costs(row))
         waiting = allowance.unpark()
     assert spent <= granted
     ask = allowance.ask(len(allowance.parked))
-    left = [allowance.most_nanos(row) for row in allowance.parked.values()]
-    assert all(spent + nanos > granted for nanos in left), "whatever fits has run"
-    assert ask == (spent + sum(left), spent if left else 0, spent + min(left) if left else 0)
+    left = list(allowance.parked.values())
+    assert ran + sum(len(row.members) for row in left) == sum(lines for *_, lines in rows), "each line is in one row"
+    first = [(10 if row.members[0][1] else INPUT_NANOS) + 40 * row.row.max_tokens for row in left]
+    assert all(spent + nanos > granted for nanos in first), "whatever fits has run"
+    total = spent + sum(map(allowance.most_nanos, left))
+    assert ask == (total, spent if left else 0, spent + min(first) if left else 0)

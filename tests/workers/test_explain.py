@@ -81,7 +81,7 @@ def test_lines_of_a_batch(sqlite_world: World) -> None:
         cached, part, unit = shown["cached"], shown["part"], shown["unit"]
         assert isinstance(cached, dict) and isinstance(part, dict) and isinstance(unit, dict)
         (stored,) = [row for row in world.parts(batch_id) if row.id == part["id"]]
-        assert stored.unit_id == unit["id"]
+        assert stored.unit_id == unit["id"] and shown["engine_steps"] == 3
         if cached["duplicate_of"]:
             duplicates += 1
             assert cached["planned_tokens"] == usage["prompt_tokens"] and "runs once" in cached["why"]

@@ -223,7 +223,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "role"]), inner),
     max_leaves=5,
 )
-FIELDS = sorted([*DEFAULTS, "messages", "max_tokens", "max_completion_tokens", "n", "tools", "response_format"])
+_FORMS = ["response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"]
+_OTHERS = ["n", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"]
+FIELDS = sorted([*DEFAULTS, "messages", "max_tokens", "max_completion_tokens", *_FORMS, *_OTHERS])
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.integers(0, 120))

@@ -151,7 +151,7 @@ def test_a_hostile_regex_ends_soon_one_way_or_the_other(engine: Engine, regex: s
     assert good.text == "fine"
 
 
-def test_a_form_that_grows_too_complex_on_the_way_costs_its_line_only(engine: Engine) -> None:
+def test_a_resumed_answer_that_breaks_its_form_costs_its_line_only(engine: Engine) -> None:
     broken = replace(asking("broken", "choice", ["yes"]), resume_ids=(60, 61, 62))
     good = asking("good", "choice", ["fine"])
     found = list(engine.run([broken, good]))

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import text
 
-from batchsvc.db.session import Database
+from batchsvc.db.session import Database, database_now_ms
 from tests.e2e.conftest import BATCHSVC, Result, Stack, line, read_lines, wait_for, write_lines
 
 Run = Callable[..., Result]
@@ -137,3 +139,40 @@ def _engine_pid(stack_cli: Run) -> int:
 
 def _starts(stack: Stack) -> int:
     return sum(row["event"] == "start" for row in read_lines(stack.witness))
+
+
+def test_the_rest_of_a_cancelled_batch_completes_it(stack: Stack, stack_cli: Run, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(i, stack.model) for i in range(6)])
+    with _standing_still(stack, _engine_pid(stack_cli)):
+        first = stack_cli("submit", source, "--name", "rest").out.split()[0]
+        assert "batchsvc resume" in stack_cli("pause", first).out
+        wait_for(lambda: stack_cli("show", first, "--json").json["waiting_for"] == "paused", "it is paused")
+        assert "not paused" in stack_cli("resume", first).out
+        assert stack_cli("cancel", first, "--json").json["status"] == "cancelled"
+    second = stack_cli("continue", first).out.split()[0]
+    followed = stack_cli("results", second, "--follow", "-o", tmp_path / "followed.jsonl")
+    assert followed.code == 0, followed.err
+    assert sorted(row["line"] for row in read_lines(tmp_path / "followed.jsonl")) == list(range(1, 7))
+    merged = stack_cli("results", second, "--merged", "-o", tmp_path / "all.jsonl")
+    assert merged.code == 0, merged.err
+    rows = read_lines(tmp_path / "all.jsonl")
+    assert [(row["line"], row["custom_id"]) for row in rows] == [(i + 1, f"r{i}") for i in range(6)]
+    assert all(row["response"]["status_code"] == 200 and row["error"] is None for row in rows)
+    plain = stack_cli("results", first, "-o", tmp_path / "first.jsonl")
+    assert plain.code == 5, plain.err
+    assert {row["error"]["code"] for row in read_lines(tmp_path / "first.jsonl")} == {"batch_cancelled"}
+
+
+@contextmanager
+def _standing_still(stack: Stack, pid: int) -> Iterator[None]:
+    """An engine that is stopped while it doesn't write: SQLite would wait for it."""
+    database = Database(stack.directory.database_url)
+    try:
+        with database.transaction() as session:
+            database_now_ms(session)
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it stands still")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        database.dispose()

@@ -139,7 +139,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
     _, key = api.new_project()
     before = look(api, theirs)
     never = {"file_id": "file-" + "0" * 24, "batch_id": "batch_" + "0" * 24, "quote_id": "quote_" + "0" * 24}
-    never["message_batch_id"] = "msgbatch_" + "0" * 24
+    never["message_batch_id"] = "msgbatch_" + "1" * 24  # none is a part of another
     never["upload_id"] = "upload_" + "0" * 24
     never["webhook_endpoint_id"] = "we_" + "0" * 24
     walked = 0

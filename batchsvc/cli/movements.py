@@ -104,7 +104,7 @@ def _post(
     console = Console(as_json=as_json)
     with opened_money(data_dir, url, api_key, from_env=from_env) as money:
         made = money.post(kind, project, body)
-    names = f" It takes back what {made['corrects']} has billed." if made.get("corrects") else ""
+    names = f" It corrects {made['corrects']}." if made.get("corrects") else ""
     was = "" if made["is_new"] else " It was posted before, and this call changed nothing."
     console.out(
         f"{made['id']}: a {kind} of {made['amount']} for {made['project_id']}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from batchsvc.files.lines import json_type, shown
@@ -35,6 +36,18 @@ def boolean(body: dict[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise wrong(name, "true or false", value)
     return bool(value)
+
+
+def refuse(body: dict[str, Any], harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises RequestError for a field that isn't supported, unless it asks for nothing special; null never does."""
+    for name in sorted(harmless.keys() & body.keys()):  # sorted: the same refusal for the same body
+        value = body[name]
+        if value is not None and not any(same(value, allowed) for allowed in harmless[name]):
+            raise RequestError(
+                f"{name}={shown(value)} is not supported here; remove it from the body.",
+                code="unsupported_parameter",
+                param=name,
+            )
 
 
 def same(value: Any, allowed: Any) -> bool:

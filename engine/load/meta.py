@@ -25,7 +25,8 @@ class ModelMeta:
     """A model as its files describe it.
 
     `digest` is a sha256 over the weight, tokenizer and configuration files: two models with the same digest give the
-    same answers. `pooling` says how vectors are made (engine/load/pooling.py), of `hidden` numbers. `eos_ids` end an answer; `bos_token` and `eos_token` are their texts, for the chat template.
+    same answers. `eos_ids` end an answer; `bos_token` and `eos_token` are their texts, for the chat template. Vectors
+    of texts have `hidden` numbers and are made as `pooling` says (engine/load/pooling.py).
     """
 
     path: Path

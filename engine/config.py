@@ -19,6 +19,13 @@ class Formats(NamedTuple):
     kv: str
 
 
+def fingerprint(digest: str, formats: Formats | None, device: str = "cpu") -> str:
+    """What an answer depends on beside its request: the model, what it runs in, and the kind of device. Without
+    formats it is the engine that has no weights."""
+    runs_in = f"{formats.weights}_{formats.kv}_{device}" if formats is not None else "fake"
+    return f"fp_{digest[:12]}_{runs_in}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How one engine runs one model.

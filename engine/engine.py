@@ -18,6 +18,7 @@ from typing import Protocol
 
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
+from engine.choices import Choices
 from engine.config import EngineConfig
 from engine.errors import EngineError, MemoryShortageError
 from engine.intake import Announcement, EngineStats, Intake, error_completion, refusal, run_requests
@@ -107,6 +108,7 @@ class Engine:
         self._answers: dict[str, _Answer] = {}
         self._logprobs: dict[str, Iterator[TokenLogprobs]] = {}  # of the step that is being committed
         self._pooled = PooledRequests()
+        self._choices = Choices()
         self._forms = forms.Forms(text, vocab_size=runner.vocab_size, eos_ids=runner.eos_ids)
         self._output = StepOutput()
         self._is_broken = False
@@ -219,7 +221,8 @@ class Engine:
             self._start(item)
 
     def _abort(self, request_id: str) -> None:
-        for sequence_id in self._pooled.sequence_ids(request_id) or (request_id,):
+        several = self._pooled.sequence_ids(request_id) or self._choices.sequence_ids(request_id)
+        for sequence_id in several or (request_id,):
             self.scheduler.abort(sequence_id)
 
     def _start(self, request: Request) -> None:
@@ -228,11 +231,14 @@ class Engine:
             for sequence in self._pooled.begin(request):
                 self.scheduler.add(sequence, 1)
             return
+        if request.n > 1:
+            for sequence in self._choices.begin(request):
+                self._start(sequence)
+            return
         try:
             matcher = self._forms.start(request)
         except GrammarError as error:
-            self._output.completions.append(error_completion(request, forms.CODE, forms.sentence(str(error))))
-            self._intake.done([request.id])
+            self._give(error_completion(request, forms.CODE, forms.sentence(str(error))))
             return
         answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids, matcher)
         max_outputs = min(request.params.max_tokens, self._context_tokens - len(request.prompt_ids))
@@ -240,7 +246,6 @@ class Engine:
             reason = answer.push(token_id) or (FinishReason.LENGTH if count >= max_outputs else None)
             if reason is not None:
                 self._hand_out(request, request.resume_ids[:count], request.resume_hit_tokens, reason)
-                self._intake.done([request.id])
                 return
         if request.fork_of:
             self.scheduler.fork(request.fork_of, request, max_outputs)
@@ -248,9 +253,10 @@ class Engine:
             self.scheduler.add(request, max_outputs)
 
     def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
-        new = self._output.new_tokens.setdefault(seq.id, [])
+        request_id = self._choices.request_id(seq.id)
+        new = self._output.new_tokens.setdefault(request_id, [])
         if not new and seq.num_known == seq.num_prompt_tokens + 1:
-            self._output.hit_tokens[seq.id] = seq.hit_tokens or 0
+            self._output.hit_tokens[request_id] = seq.hit_tokens or 0
         new.append(token_id)
         answer = self._answers[seq.id]
         if seq.id in self._logprobs:
@@ -267,7 +273,6 @@ class Engine:
             hit_tokens = request.resume_hit_tokens if request.resume_ids else seq.hit_tokens or 0
             error = (seq.error_code, seq.error_message)
             self._hand_out(request, seq.output_ids, hit_tokens, seq.finish_reason, *error, steps=seq.num_steps)
-        self._intake.done(seq.id for seq in ended)
 
     def _complete_pooled(self, seq: RunningSequence) -> None:
         """One prompt of a pooled request came to its end, and perhaps the request with it."""
@@ -289,6 +294,12 @@ class Engine:
             )
         )
         if completion is not None:
+            self._give(completion)
+
+    def _give(self, ended: Completion) -> None:
+        """A sequence ended, and perhaps the request with it."""
+        completion = self._choices.end(ended)
+        if completion is not None:
             self._output.completions.append(completion)
             self._intake.done([completion.request_id])
 
@@ -306,7 +317,7 @@ class Engine:
         self._forms.end(request.id)
         answer = self._answers.pop(request.id)
         text = answer.text()
-        self._output.completions.append(
+        self._give(
             Completion(
                 request_id=request.id,
                 token_ids=tuple(token_ids),

@@ -26,7 +26,7 @@ from engine.errors import MemoryShortageError
 from engine.faults import Faults
 from engine.intake import EngineStats, Intake, refusal, run_requests
 from engine.pooling import segments_of, unit_vector
-from engine.request import Completion, Expectation, FinishReason, Request, SpelledLogprob, StepOutput, Usage
+from engine.request import Choice, Completion, Expectation, FinishReason, Request, SpelledLogprob, StepOutput, Usage
 from engine.sched.limits import StepLimits
 from engine.text import TextModel
 
@@ -49,6 +49,7 @@ class _Job:
     num_done: int = field(default=0)
     steps: int = 0
     error: tuple[str, str] | None = None
+    parts: tuple[Choice, ...] = ()  # of a request that wants several answers: its tokens are those of all
 
 
 class FakeEngine:
@@ -237,6 +238,8 @@ class FakeEngine:
         completion = _completion(job.request, token_ids, text, reason, job.error, steps=job.steps)
         if job.request.params.logprobs is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             completion = replace(completion, logprobs=_logprobs(text, job.request.params.logprobs))
+        if job.parts:
+            completion = replace(completion, choices=job.parts)
         if job.request.pooling is not None and reason is FinishReason.STOP:
             completion = replace(completion, vectors=_vectors(job.request, self._hidden))
         output.completions.append(completion)
@@ -289,9 +292,22 @@ def _vectors(request: Request, size: int) -> tuple[bytes, ...]:
     return tuple(vectors)
 
 
+def _several(request: Request, vocab_size: int, context_tokens: int) -> _Job:
+    """All answers of a request as one job."""
+    jobs = [_answer(replace(request, n=1, choice=choice), vocab_size, context_tokens) for choice in range(request.n)]
+    num_top = request.params.logprobs
+    parts = tuple(
+        Choice(job.text, job.finish_reason, None if num_top is None else _logprobs(job.text, num_top)) for job in jobs
+    )
+    tokens = [token for job in jobs for token in job.token_ids]
+    return _Job(request, tokens, jobs[0].finish_reason, jobs[0].text, parts=parts)
+
+
 def _answer(request: Request, vocab_size: int, context_tokens: int) -> _Job:
     """The answer that this request always gets: a word a token, cut at the first stop string."""
     params = request.params
+    if request.n > 1:
+        return _several(request, vocab_size, context_tokens)
     if request.pooling is not None:
         return _Job(request, [], FinishReason.STOP, "")
     most = min(params.max_tokens, context_tokens - len(request.prompt_ids))

@@ -101,6 +101,7 @@ class Request:
     count as output, and what follows is what the earlier run would have said. `resume_hit_tokens` is what that run's
     cache held, so that the usage is its usage.
 
+    `n` answers are given, whose randomness differs by `choice`; the prompt is computed once (engine/choices.py).
     `fork_of` is the id of a request added before this one, with the same prompt: this one begins with that one's blocks
     as soon as they hold the prompt. It changes no result.
 
@@ -120,6 +121,7 @@ class Request:
     pooling: Pooling | None = None
     segments: tuple[int, ...] = ()
     fork_of: str = ""
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +161,20 @@ class SpelledLogprob(NamedTuple):
     top: tuple[tuple[bytes, float], ...] = ()
 
 
+class Choice(NamedTuple):
+    """One of several answers to a request."""
+
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[SpelledLogprob, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The end of one request. With `finish_reason` ERROR, `error_code` and `error_message` say why. A pooled request
     has `vectors` (little-endian float32, length 1), one a prompt. `logprobs` are those of the tokens that make the
-    text, None if they weren't asked for."""
+    text, None if they weren't asked for. `choices` are all answers of a request that wants several; tokens and text are
+    then those of the first."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -174,6 +185,12 @@ class Completion:
     error_message: str | None = None
     vectors: tuple[bytes, ...] = ()
     logprobs: tuple[SpelledLogprob, ...] | None = None
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def answers(self) -> tuple[Choice, ...]:
+        """All answers, in order: one, unless more were asked for."""
+        return self.choices or (Choice(self.text, self.finish_reason, self.logprobs),)
 
 
 @dataclass(slots=True)

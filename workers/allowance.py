@@ -107,7 +107,7 @@ def most_of(rates: Rates, row: OpenRow) -> list[int]:
             rates,
             input_tokens=len(row.row.prompt_ids),
             planned_cached_tokens=row.row.cached_tokens(member),
-            max_tokens=row.row.max_tokens,
+            max_tokens=row.row.most_output_tokens,
         )
         for _, member in row.members
     ]

@@ -36,7 +36,7 @@ from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
-from engine.config import Formats
+from engine.config import Formats, fingerprint
 from workers.breaker import Breaker
 from workers.intake import Intake
 from workers.lease import Beat, LeaseKeeper
@@ -91,6 +91,7 @@ class EngineRun:
             breaker=self._breaker,
             engine=self._pump,
             on_end=self._unit_ended,
+            fingerprint=fingerprint(digest, formats),
         )
         self._leases = LeaseKeeper(
             self._lease_db,

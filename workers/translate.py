@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 from batchsvc.batches import budget_queries, part_file
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.resume_file import Unfinished
+from batchsvc.batches.sampling_body import sampling_params
 from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, format_dollars, line_cost_nanos
-from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
-from workers.tool_calls import message_of
+from engine.request import Completion, Expectation, FinishReason, Pooling, Request, SamplingParams
+from workers import answers
+from workers.choices import REASONS, choices_of
 
 # codes of requests that no engine could run
 _OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
 _SAME_AGAIN = _OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
-_ANSWERS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Generated(NamedTuple):
@@ -83,22 +84,24 @@ def to_expectation(unit: ClaimedUnit, file: UnitFile) -> Expectation | None:
 def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
     """What the engine runs. Raises RequestError if the parameters can't be run."""
     row, params = open_row.row, open_row.row.params
+    if "pooling" in params:
+        return Request(
+            id=open_row.request_id,
+            prompt_ids=row.prompt_ids.tolist(),
+            salt=unit.salt,
+            params=SamplingParams(max_tokens=1, temperature=0),
+            pooling=Pooling(params["pooling"]),
+            segments=tuple(params.get("segments", ())),
+        )
     seed = params.get("seed")
     return Request(
         id=open_row.request_id,
         prompt_ids=row.prompt_ids.tolist(),
         salt=unit.salt,
-        params=SamplingParams(
-            max_tokens=row.max_tokens,
-            min_tokens=params.get("min_tokens", 0),
-            temperature=params.get("temperature", 1.0),
-            top_k=params.get("top_k", 0),
-            top_p=params.get("top_p", 1.0),
-            seed=line_seed(unit.batch_id, row.line_nos[0]) if seed is None else seed,
-            stop=tuple(params.get("stop", ())),
-            stop_token_ids=tuple(params.get("stop_token_ids", ())),
-            ignore_eos=params.get("ignore_eos", False),
-            grammar=params.get("grammar", ""),
+        n=row.num_answers,
+        params=sampling_params(
+            {**params, "max_tokens": row.max_tokens},
+            line_seed(unit.batch_id, row.line_nos[0]) if seed is None else seed,
         ),
         resume_ids=open_row.resumed.token_ids if open_row.resumed else (),
         resume_hit_tokens=open_row.resumed.hit_tokens if open_row.resumed else 0,
@@ -106,7 +109,10 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
 
 
 def to_unfinished(open_row: OpenRow, generated: Generated | None) -> Unfinished | None:
-    """What the next owner of a row can begin with: what was resumed here, and what was generated since."""
+    """What the next owner of a row can begin with: what was resumed here, and what was generated since. Nothing of rows
+    with several answers or with logprobs, which begin anew: saved are the tokens of one answer."""
+    if open_row.row.num_answers > 1 or "logprobs" in open_row.row.params:
+        return None
     resumed, new_ids = open_row.resumed, generated.token_ids if generated else []
     if not resumed and not new_ids:
         return None
@@ -122,8 +128,11 @@ def may_run_again(completion: Completion) -> bool:
     return completion.finish_reason is FinishReason.ERROR and completion.error_code not in _SAME_AGAIN
 
 
-def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> list[FinishedLine]:
-    """The finished lines of a completion that is an answer or an error; an aborted one has none."""
+def to_lines(
+    unit: ClaimedUnit, open_row: OpenRow, completion: Completion, *, fingerprint: str | None = None
+) -> list[FinishedLine]:
+    """The finished lines of a completion that is an answer or an error; an aborted one has none. `fingerprint` says
+    what gave the answer."""
     if completion.finish_reason is FinishReason.ABORT:
         return []
     if completion.finish_reason is FinishReason.ERROR:
@@ -132,7 +141,7 @@ def to_lines(unit: ClaimedUnit, open_row: OpenRow, completion: Completion) -> li
         return to_errors(unit, open_row, code=code, message=says, status=400 if code in _OWN_FAULT else 500)
     row = open_row.row
     return [
-        FinishedLine(bit, _answer(unit, row, member, completion), row.est_tokens(member))
+        FinishedLine(bit, _answer(unit, row, member, completion, fingerprint), row.est_tokens(member))
         for bit, member in open_row.members
     ]
 
@@ -171,14 +180,28 @@ def to_over_budget(unit: ClaimedUnit, open_row: OpenRow, most_nanos: int) -> lis
     return to_errors(unit, open_row, code=budget_queries.CODE, message=says, status=None)
 
 
-def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion) -> PartLine:
+def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion, fingerprint: str | None) -> PartLine:
     usage = completion.usage
     planned = row.cached_tokens(member)
     cached = min(max(planned, usage.hit_tokens), usage.prompt_tokens)
     tokens = {"input_tokens": usage.prompt_tokens, "cached_tokens": cached, "output_tokens": usage.output_tokens}
     cost = line_cost_nanos(_rates(unit.rates, "tier"), **tokens)
     ident = f"{unit.batch_id}:{row.line_nos[member]}"
-    message, reason = message_of(completion.text, _ANSWERS[completion.finish_reason], row.params, ident=ident)
+    body = answers.body_of(
+        answers.Answered(
+            line_ident=part_file.line_ident(unit.batch_id, row.line_nos[member]),
+            model=unit.model_id,
+            created_s=unit.created_s,
+            params=row.params,
+            text=completion.text,
+            finish_reason=REASONS.get(completion.finish_reason, "stop"),
+            vectors=completion.vectors,
+            choices=completion.answers,
+            system_fingerprint=fingerprint,
+            **tokens,
+            cost_nanos=cost,
+        )
+    )
     return PartLine(
         line_no=row.line_nos[member],
         is_ok=True,
@@ -186,15 +209,18 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
         cost_nanos=cost,
         standard_nanos=line_cost_nanos(_rates(unit.rates, "standard"), **tokens),
         steps=usage.steps,
-        row=part_file.success_row(
+        row=part_file.answer_row(
+            batch_id=unit.batch_id, line_no=row.line_nos[member], custom_id=row.custom_ids[member], body=body
+        )
+        if body is not None
+        else part_file.success_row(
             batch_id=unit.batch_id,
             line_no=row.line_nos[member],
             custom_id=row.custom_ids[member],
             model=unit.model_id,
             created_s=unit.created_s,
-            text=completion.text,
-            finish_reason=reason,
-            message=message,
+            choices=choices_of(completion, row.params, ident=ident),
+            system_fingerprint=fingerprint,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             completion_tokens=usage.output_tokens,

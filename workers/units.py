@@ -54,7 +54,7 @@ class _LiveUnit:
 class UnitSource:
     """Carries the lines of live units between engine and writer.
 
-    `on_end` gets a unit whose last word is written, and whether it is done.
+    `on_end` gets a unit whose last word is written, and whether it is done. `fingerprint` says what gives the answers.
     """
 
     def __init__(
@@ -64,11 +64,13 @@ class UnitSource:
         breaker: Breaker,
         engine: EngineOf,
         on_end: Callable[[ClaimedUnit, bool], None],
+        fingerprint: str | None = None,
     ) -> None:
         self._db = db
         self._breaker = breaker
         self._engine = engine
         self._on_end = on_end
+        self._fingerprint = fingerprint
         self._leases: LeasesOf
         self._parts: PartsOf
         self._changed = threading.Condition()
@@ -154,7 +156,7 @@ class UnitSource:
         if live and row and may_run_again(completion):
             self._failed(live, row, to_lines(live.unit, row, completion))
         elif live and row:
-            self._finished(live, row, to_lines(live.unit, row, completion))
+            self._finished(live, row, to_lines(live.unit, row, completion, fingerprint=self._fingerprint))
 
     def refuse(self, request_id: str, error: RequestError) -> None:
         with self._changed:

@@ -17,12 +17,11 @@ import orjson
 from batchsvc.batches import sampling_body
 from batchsvc.batches.body_values import same, wrong
 from batchsvc.batches.rendering import EFFORTS
-from batchsvc.batches.sampling_body import parse_max_tokens, parse_sampling
+from batchsvc.batches.sampling_body import parse_max_tokens, parse_sampling, sampling_params
 from batchsvc.batches.structure_body import parse_form
 from batchsvc.batches.tools_body import ToolUse, parse_message_calls, parse_tools
 from batchsvc.files.lines import shown
 from engine.errors import RequestError
-from engine.request import SamplingParams
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -121,8 +120,7 @@ def fit(call: ChatCall, *, prompt_tokens: int, context_tokens: int, default_max_
 @lru_cache(maxsize=4096)
 def _check_sampling(params_json: bytes) -> None:
     params = orjson.loads(params_json)
-    seed, stop, stop_token_ids = params["seed"] or 0, tuple(params["stop"]), tuple(params["stop_token_ids"])
-    SamplingParams(**{**params, "seed": seed, "stop": stop, "stop_token_ids": stop_token_ids})
+    sampling_params(params, params["seed"] or 0)
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:

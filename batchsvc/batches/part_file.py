@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,30 +132,25 @@ def success_row(
     custom_id: str,
     model: str,
     created_s: int,
-    text: str,
-    finish_reason: str,
-    message: dict[str, Any] | None = None,
+    text: str = "",
+    finish_reason: str = "stop",
+    choices: list[dict[str, Any]] | None = None,
+    system_fingerprint: str | None = None,
     prompt_tokens: int,
     cached_tokens: int,
     completion_tokens: int,
     cost_nanos: int,
 ) -> bytes:
     """A line of the output file. `created_s` is the batch's creation time, so that a rerun gives the same bytes;
-    `message` is the answer where it isn't just its text."""
-    ident = _line_ident(batch_id, line_no)
+    `choices` are the answers where they aren't just one text."""
+    answer = {"role": "assistant", "content": text, "refusal": None}
+    ident = line_ident(batch_id, line_no)
     body = {
         "id": f"chatcmpl-{ident}",
         "object": "chat.completion",
         "created": created_s,
         "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message or {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": finish_reason,
-            }
-        ],
+        "choices": choices or [{"index": 0, "message": answer, "logprobs": None, "finish_reason": finish_reason}],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -164,8 +159,15 @@ def success_row(
             "completion_tokens_details": {"reasoning_tokens": 0},
             "cost_nanos": cost_nanos,
         },
-        "system_fingerprint": None,
+        "system_fingerprint": system_fingerprint,
     }
+    response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
+    return _row(ident, custom_id, response, None, line_no)
+
+
+def answer_row(*, batch_id: str, line_no: int, custom_id: str, body: dict[str, Any]) -> bytes:
+    """A line of the output file whose body another endpoint shapes; arrays of numbers in it may be numpy's."""
+    ident = line_ident(batch_id, line_no)
     response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
     return _row(ident, custom_id, response, None, line_no)
 
@@ -181,7 +183,7 @@ def error_row(
     status: int | None = None,
 ) -> bytes:
     """A line of the error file: with `status` a request that was rejected, without one a line that never ran."""
-    ident = _line_ident(batch_id, line_no)
+    ident = line_ident(batch_id, line_no)
     if status is None:
         error = {"code": code, "message": message} | ({"param": param} if param is not None else {})
         return _row(ident, custom_id, None, error, line_no)
@@ -191,16 +193,24 @@ def error_row(
     return _row(ident, custom_id, response, None, line_no)
 
 
-def _line_ident(batch_id: str, line_no: int) -> str:
+def usage_of(usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Input, cached and output tokens of the usage of any endpoint's answer."""
+    if "input_tokens" in usage:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["prompt_tokens"], cached, usage.get("completion_tokens", 0)
+
+
+def line_ident(batch_id: str, line_no: int) -> str:
+    """Part of all ids of a line's result, and the same whenever it is made."""
     return hashlib.blake2b(f"{batch_id}:{line_no}:id".encode(), digest_size=12).hexdigest()
 
 
 def _row(
     ident: str, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None, line_no: int
 ) -> bytes:
-    row = orjson.dumps(
-        {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response, "error": error, "line": line_no}
-    )
+    whole = {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response, "error": error, "line": line_no}
+    row = orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
     if not row.isascii():
         for raw, escaped in _ESCAPES:
             row = row.replace(raw, escaped)

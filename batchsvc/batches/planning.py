@@ -195,12 +195,14 @@ class _WindowPlanner:
                     rates,
                     input_tokens=len(row.prompt_ids),
                     planned_cached_tokens=row.cached_tokens(member),
-                    max_tokens=row.max_tokens,
+                    max_tokens=row.most_output_tokens,
                 )
                 for row in unit.rows
                 for member in range(len(row.line_nos))
             )
-            unlikely_tokens += sum((row.max_tokens - row.high_output_tokens) * len(row.line_nos) for row in unit.rows)
+            unlikely_tokens += sum(
+                (row.most_output_tokens - row.high_output_tokens) * len(row.line_nos) for row in unit.rows
+            )
         return units, reserve_nanos, max(0, reserve_nanos - unlikely_tokens * rates.output // TOKENS_PER_RATE)
 
     def _write_rejected(self, draft: WindowDraft) -> RejectedPart:

@@ -84,13 +84,15 @@ def figures(rows: Iterable[UnitRow], rates: Rates, lengths: Lengths | None) -> F
     """Sums over all lines of these rows."""
     sums = dict.fromkeys(_NAMES, 0)
     for row in rows:
-        least, most, count = _MILLI * row.params.get("min_tokens", 0), _MILLI * row.max_tokens, len(row.line_nos)
+        count, answers = len(row.line_nos), _MILLI * row.num_answers
+        least, most = answers * row.params.get("min_tokens", 0), _MILLI * row.most_output_tokens
         low, expected, high = least, _MILLI * row.est_output_tokens, most
         if row.is_sure:
             low = most
         elif lengths is not None:
             low, expected, high = (
-                min(max(guess, least), most) for guess in (lengths.low, lengths.expected, lengths.high)
+                min(max(row.num_answers * guess, least), most)
+                for guess in (lengths.low, lengths.expected, lengths.high)
             )
         sums["lines"] += count
         sums["low_output"] += count * low
@@ -100,7 +102,7 @@ def figures(rows: Iterable[UnitRow], rates: Rates, lengths: Lengths | None) -> F
             tokens, cached = len(row.prompt_ids), row.cached_tokens(member)
             sums["input_tokens"] += tokens
             sums["cached_tokens"] += cached
-            for name, output in (("input_nanos", 0), ("most_nanos", row.max_tokens)):
+            for name, output in (("input_nanos", 0), ("most_nanos", row.most_output_tokens)):
                 sums[name] += most_nanos(rates, input_tokens=tokens, planned_cached_tokens=cached, max_tokens=output)
     return Figures(**sums)
 

@@ -5,33 +5,50 @@ A parameter that isn't supported is refused by name, never dropped silently; nul
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from batchsvc.batches.body_values import boolean, integer, number, wrong
 from engine.errors import RequestError
+from engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_STOPS = 4
+MAX_CHOICES = 128
 _SEEDS = 2**63
+
+# of the parameters that few lines have: what they are without asking for anything
+_NOTHING: dict[str, Any] = {
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": [],
+    "logprobs": None,
+    "n": 1,
+}
+_ENGINE_NAMES = {field.name for field in fields(SamplingParams)}
 
 # field -> values that ask for nothing special; null always does
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "n": (1,),
 }
 
 
 def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters as a unit row carries them, all but `max_tokens`."""
+    """The sampling parameters as a unit row carries them, all but `max_tokens`; those of the last group only where they
+    ask for something."""
+    rare = {
+        "min_p": number(body, "min_p", 0.0, low=0.0, high=1.0),
+        "presence_penalty": number(body, "presence_penalty", 0.0, low=-2.0, high=2.0),
+        "frequency_penalty": number(body, "frequency_penalty", 0.0, low=-2.0, high=2.0),
+        "repetition_penalty": number(body, "repetition_penalty", 1.0, low=0.01, high=100.0),
+        "logit_bias": _logit_bias(body),
+        "logprobs": _logprobs(body),
+        "n": _n(body),
+    }
     return {
         "min_tokens": integer(body, "min_tokens", 0, low=0),
         "temperature": number(body, "temperature", 1.0, low=0.0, high=2.0),
@@ -41,7 +58,17 @@ def parse_sampling(body: dict[str, Any]) -> dict[str, Any]:
         "stop": _stop(body),
         "stop_token_ids": _stop_token_ids(body),
         "ignore_eos": boolean(body, "ignore_eos"),
+        **{name: value for name, value in rare.items() if value != _NOTHING[name]},
     }
+
+
+def sampling_params(params: dict[str, Any], seed: int) -> SamplingParams:
+    """What the engine is told, of the parameters of a unit row. Raises RequestError if it can't run them."""
+    own = {name: params[name] for name in _ENGINE_NAMES & params.keys()}
+    lists = {name: tuple(params.get(name, ())) for name in ("stop", "stop_token_ids")}
+    bias = tuple((int(token), float(bias)) for token, bias in params.get("logit_bias", ()))
+    given: dict[str, Any] = {**own, **lists, "logit_bias": bias, "seed": seed}
+    return SamplingParams(**given)
 
 
 def parse_max_tokens(body: dict[str, Any]) -> int | None:
@@ -56,6 +83,40 @@ def parse_max_tokens(body: dict[str, Any]) -> int | None:
             "max_tokens and max_completion_tokens differ; give one of them.", code="invalid_value", param="max_tokens"
         )
     return next(iter(given.values()), None)
+
+
+def _n(body: dict[str, Any]) -> int:
+    if body.get("n") is None:
+        return 1
+    if type(body["n"]) is not int or not 1 <= body["n"] <= MAX_CHOICES:
+        raise wrong("n", f"an integer between 1 and {MAX_CHOICES}", body["n"])
+    return int(body["n"])
+
+
+def _logit_bias(body: dict[str, Any]) -> list[tuple[int, float]]:
+    bias = body.get("logit_bias")
+    if bias is None:
+        return []
+    if not isinstance(bias, dict):
+        raise wrong("logit_bias", "an object of token ids and numbers", bias)
+    found: dict[int, float] = {}
+    for name in bias:
+        if not (name.isascii() and name.isdigit() and len(name) < 11):
+            raise wrong("logit_bias", "an object whose names are token ids", name)
+        found[int(name)] = number({"logit_bias": bias[name]}, "logit_bias", 0.0, low=-100.0, high=100.0)
+    return sorted((token, value) for token, value in found.items() if value)
+
+
+def _logprobs(body: dict[str, Any]) -> int | None:
+    """How many likely tokens come with each one; None: no logprobs."""
+    top = body.get("top_logprobs")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_LOGPROBS):
+        raise wrong("top_logprobs", f"an integer between 0 and {MAX_LOGPROBS}", top)
+    if not boolean(body, "logprobs"):
+        if top:
+            raise RequestError("top_logprobs needs logprobs: true.", code="invalid_value", param="top_logprobs")
+        return None
+    return top or 0
 
 
 def _top_k(body: dict[str, Any]) -> int:

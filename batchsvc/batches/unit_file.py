@@ -65,21 +65,31 @@ class UnitRow:
         return len(self.prompt_ids) - self.planned_cached_tokens + self.est_output_tokens
 
     @property
+    def most_output_tokens(self) -> int:
+        """The most that its answers can have together."""
+        return self.num_answers * self.max_tokens
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers each line gets."""
+        return int(self.params.get("n", 1))
+
+    @property
     def is_sure(self) -> bool:
         """Whether nothing but `max_tokens` can end the answer, so that its length is certain."""
         has_ends = self.params.get("stop") or self.params.get("stop_token_ids") or not self.params.get("ignore_eos")
-        return self.max_tokens == 1 or not has_ends
+        return self.max_tokens <= 1 or not has_ends
 
     @property
     def est_output_tokens(self) -> int:
-        """Length of an answer before any sibling is known: as in engine/sched/forecast.py, a quarter of the most."""
+        """Length of the answers before any sibling is known: as in engine/sched/forecast.py, a quarter of the most."""
         guess = max(math.ceil(self.max_tokens / 4), self.params.get("min_tokens", 0))
-        return self.max_tokens if self.is_sure else min(guess, self.max_tokens)
+        return self.num_answers * (self.max_tokens if self.is_sure else min(guess, self.max_tokens))
 
     @property
     def high_output_tokens(self) -> int:
         """Length of a long answer: what is reserved for it at first."""
-        return min(2 * self.est_output_tokens, self.max_tokens)
+        return min(2 * self.est_output_tokens, self.most_output_tokens)
 
 
 class UnitLine(NamedTuple):

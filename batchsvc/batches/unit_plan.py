@@ -10,6 +10,7 @@ import numpy as np
 
 from batchsvc import ids
 from batchsvc.batches import line_set, part_file, unit_file
+from batchsvc.batches.embedding_body import planned_cached_tokens
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.plan_queries import RejectedPart
 from batchsvc.batches.unit_file import UnitRow
@@ -69,7 +70,7 @@ def planned_units(
     plan = plan_window(
         [request.prompt for request in requests],
         [request.fold_key for request in requests],
-        [request.params["max_tokens"] for request in requests],
+        [request.params["max_tokens"] * request.params.get("n", 1) for request in requests],
         unit_lines=settings.unit_lines,
         unit_tokens=settings.unit_tokens,
     )
@@ -87,7 +88,9 @@ def _rows(plan: WindowPlan, piece: slice, requests: Sequence[PlannedRequest]) ->
                 custom_ids=tuple(requests[member].custom_id for member in planned.members),
                 prompt_ids=np.frombuffer(first.prompt, dtype=">u4").astype(np.int32),
                 params=first.params,
-                planned_cached_tokens=planned.planned_cached_tokens,
+                planned_cached_tokens=planned_cached_tokens(
+                    first.params, planned.planned_cached_tokens, first.prompt_tokens
+                ),
                 max_tokens=first.params["max_tokens"],
             )
         )

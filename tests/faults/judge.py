@@ -86,6 +86,10 @@ def judge(
             status=batch.status, output=output, errors=error, runs=_judge_runs(cluster, job, history_was_lost)
         )
         _judge_lines(cluster, job, batch, verdict, set(errors))
+        if not history_was_lost and cluster.alive("api"):
+            got = cluster.call("GET", f"/v1/batches/{job.id}/results").content.splitlines()
+            followed = sorted(orjson.loads(line)["line"] for line in got)
+            assert followed == list(range(1, len(job.lines) + 1)), "I1: who follows the results gets each line once"
     _judge_money(cluster, batch, verdict)
     _judge_rows(cluster, job, batch)
     _judge_store(cluster, job)
@@ -225,6 +229,7 @@ def _judge_store(cluster: Cluster, job: Job) -> None:
     with cluster.db.reading() as session:
         rows = session.scalars(select(File)).all()
         garbage = set(session.scalars(select(Garbage.s3_key)))
+        parts = set(session.scalars(select(Part.s3_key).where(*_counting())))  # kept for readers, as long as the files
     named = {row.s3_key: row for row in rows if row.deleted_ms is None}
     assert len(named) == sum(row.deleted_ms is None for row in rows), "I6: no object belongs to two files"
     for key, row in named.items():
@@ -232,7 +237,8 @@ def _judge_store(cluster: Cluster, job: Job) -> None:
         assert (len(data), sha256(data)) == (row.size_bytes, row.sha256), f"I6: {row.filename} is what was recorded"
     if is_quiet:
         left = {key for prefix in (keys.BATCHES, keys.INPUTS) for key, _ in cluster.store.list_keys(prefix)}
-        assert left - garbage <= set(named), f"I12: nobody needs {sorted(left - garbage - set(named))[:5]}"
+        needed = set(named) | parts
+        assert left - garbage <= needed, f"I12: nobody needs {sorted(left - garbage - needed)[:5]}"
 
 
 def _file(cluster: Cluster, batch: Batch, kind: str) -> list[dict[str, Any]]:

@@ -258,8 +258,7 @@ def _usage(row: dict[str, Any] | None) -> tuple[int, int, int, int] | None:
     if row is None or row.get("error") or not row.get("response") or row["response"]["status_code"] != 200:
         return None
     usage = row["response"]["body"]["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return usage["prompt_tokens"], cached, usage["completion_tokens"], usage["cost_nanos"]
+    return *part_file.usage_of(usage), usage["cost_nanos"]
 
 
 def _from_files(db: Database, store: ObjectStore, batch: Batch, custom_id: str) -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from batchsvc.batches import line_set, plan_queries, window, window_file
+from batchsvc.batches import endpoints, line_set, plan_queries, window, window_file
 from batchsvc.batches.damage import verified
+from batchsvc.batches.message_body import MESSAGES, parse_message
 from batchsvc.batches.plan_queries import PlanClaim
 from batchsvc.batches.window import WindowDraft
 from batchsvc.db.session import Database
@@ -129,6 +130,7 @@ class WindowReader:
                     is_strict=claim.is_strict,
                     is_failing=claim.num_problems > 0,
                     keeps_chats=keeps_chats,
+                    parse=parse_message if claim.endpoint == MESSAGES else endpoints.PARSERS[claim.endpoint],
                 )
         except OtherVersionError as error:
             raise _replaced() from error

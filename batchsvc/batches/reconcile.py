@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from batchsvc.batches.part_file import usage_of
+
 MOST_SHOWN = 1_000  # differences that are kept; all are counted
 NUMBERS = ("ok", "failed", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos", "standard_nanos")
 _PAGE_BITS = 256
@@ -165,7 +167,7 @@ def add_part_line(report: Report, place: str, text: bytes, prices: Prices, sums:
 
 
 def _add_usage(report: Report, where: str, usage: Mapping[str, Any], prices: Prices, sums: Sums) -> None:
-    found = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    found = usage_of(usage)
     for name, count in zip(NUMBERS[2:5], found, strict=True):
         setattr(sums, name, sums.number(name) + count)
     report.compare(where, "total_tokens", usage["total_tokens"], found[0] + found[2])

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import completion, models
+from batchsvc.batches import completion, endpoints, models
 from batchsvc.batches.completion import CompletionWindow
+from batchsvc.batches.message_body import MESSAGES
 from batchsvc.billing import service as billing
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files import service as files
 from batchsvc.files.tables import File
 from batchsvc.settings import Settings
 
-ENDPOINT = "/v1/chat/completions"
+ENDPOINT = endpoints.CHAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,12 @@ class Pinned:
 
 def window_of(endpoint: str, name: str, settings: Settings) -> CompletionWindow:
     """The window that a call asks for. Raises InvalidRequestError."""
-    if endpoint != ENDPOINT:
+    if endpoint not in (*endpoints.PARSERS, MESSAGES):
+        known = ", ".join(endpoints.PARSERS)
         raise InvalidRequestError(
-            f"endpoint: this service runs {ENDPOINT} only.", code="invalid_value", param="endpoint"
+            f"endpoint: this service runs {known}; it doesn't know {endpoint[:64]}.",
+            code="invalid_value",
+            param="endpoint",
         )
     windows = completion.offered(settings.windows)
     if name not in windows:

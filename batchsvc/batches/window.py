@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from batchsvc.batches.body import ChatCall, fit, parse_chat
+from batchsvc.batches import endpoints
+from batchsvc.batches.body import parse_chat
+from batchsvc.batches.endpoints import Call, Parsed
+from batchsvc.batches.line_prompt import Fitting, LinePrompt, tokenized
 from batchsvc.batches.part_file import PartLine, error_row
-from batchsvc.batches.rendering import render_chat
 from batchsvc.files.envelope import CheckedRecord
 from batchsvc.files.lines import Problem, UnreadableFileError
 from engine.errors import RequestError
@@ -79,8 +81,8 @@ class _Waiting(NamedTuple):
     """A line between rendering and tokenizing; without `call` it is rejected for `error` or its own problems."""
 
     record: CheckedRecord
-    call: ChatCall | None = None
-    text: str = ""
+    call: Call | None = None
+    prompt: LinePrompt = LinePrompt()
     error: RequestError | None = None
 
 
@@ -94,10 +96,11 @@ def collect(
     is_strict: bool,
     is_failing: bool,
     keeps_chats: int = 0,
+    parse: Callable[[dict[str, Any]], Parsed] = parse_chat,
 ) -> WindowDraft:
     """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only;
     `keeps_chats`: the messages of the first requests are kept, of so many tokens in all."""
-    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats).collect(records)
+    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats, parse).collect(records)
 
 
 class _Collector:
@@ -110,7 +113,9 @@ class _Collector:
         is_strict: bool,
         is_failing: bool,
         keeps_chats: int,
+        parse: Callable[[dict[str, Any]], Parsed],
     ) -> None:
+        self._parse = parse
         self._batch_id = batch_id
         self._limits = limits
         self._text_model = text_model
@@ -139,7 +144,7 @@ class _Collector:
                 draft.has_too_many = self._take(waiting)
                 return draft
             waiting.append(self._prepare(record))
-            chars += len(waiting[-1].text)
+            chars += waiting[-1].prompt.num_chars
             if num_lines == limits.window_lines:
                 self._take(waiting)
                 return draft
@@ -157,8 +162,8 @@ class _Collector:
         if record.line is None or self._is_failing:
             return _Waiting(record)
         try:
-            call = parse_chat(record.line.body)
-            return _Waiting(record, *render_chat(call, self._text_model()))
+            call = self._parse(record.line.body)
+            return _Waiting(record, *endpoints.prepare(call, self._text_model()))
         except RequestError as error:
             return _Waiting(record, error=error)
 
@@ -170,12 +175,12 @@ class _Collector:
             if item.call is None or self._is_failing:
                 self._reject(item.record, item.error)
             else:
-                prompt_ids = next(prompts)
-                is_full = draft.input_tokens + len(prompt_ids) > self._limits.window_tokens
+                line_prompts = next(prompts)
+                is_full = draft.input_tokens + sum(map(len, line_prompts)) > self._limits.window_tokens
                 if is_full and draft.requests:
                     return False
                 try:
-                    self._accept(item.record, item.call, prompt_ids)
+                    self._accept(item.record, item.call, line_prompts)
                 except RequestError as error:
                     self._reject(item.record, error)
             draft.line_nos.append(item.record.line_no)
@@ -187,19 +192,16 @@ class _Collector:
             draft.rejected.clear()
         return True
 
-    def _prompts(self, waiting: list[_Waiting]) -> Iterator[list[int]]:
-        texts = [item.text for item in waiting if item.call is not None]
-        if not texts or self._is_failing:
+    def _prompts(self, waiting: list[_Waiting]) -> Iterator[list[list[int]]]:
+        prompts = [item.prompt for item in waiting if item.call is not None]
+        if not prompts or self._is_failing:
             return iter(())
-        return iter(self._text_model().encode_prompts(texts))
+        return tokenized(prompts, self._text_model())
 
-    def _accept(self, record: CheckedRecord, call: ChatCall, prompt_ids: list[int]) -> None:
-        params = fit(
-            call,
-            prompt_tokens=len(prompt_ids),
-            context_tokens=self._text_model().meta.context_tokens,
-            default_max_tokens=self._limits.default_max_tokens,
-        )
+    def _accept(self, record: CheckedRecord, call: Call, prompts: list[list[int]]) -> None:
+        fitting = Fitting(meta=self._text_model().meta, default_max_tokens=self._limits.default_max_tokens)
+        params = call.fit([len(prompt) for prompt in prompts], fitting)
+        prompt_ids = [token for prompt in prompts for token in prompt]
         self._draft.requests.append(
             PlannedRequest(
                 line_no=record.line_no,
@@ -210,7 +212,7 @@ class _Collector:
             )
         )
         self._draft.input_tokens += len(prompt_ids)
-        if self._draft.input_tokens <= self._keeps_chats:
+        if self._draft.input_tokens <= self._keeps_chats and call.messages is not None:
             self._draft.chats.append(call.messages)
 
     def _reject(self, record: CheckedRecord, error: RequestError | None) -> None:
@@ -238,7 +240,7 @@ def fold_key(params: dict[str, Any]) -> bytes | None:
 
     Greedy requests don't draw, whatever their seed; others give equal answers only with equal explicit seeds.
     """
-    if params["temperature"] == 0:
+    if params.get("temperature", 0) == 0:
         params = {**params, "seed": None}
     elif params["seed"] is None:
         return None

@@ -63,15 +63,15 @@ class Asked:
         problem = row.get("error") or body.get("error")
         if problem:
             return self._nothing(": ".join(str(problem[key]) for key in ("code", "message") if problem.get(key)))
-        choices = body.get("choices") or [{}]
-        message = choices[0].get("message") or {}
-        answer = message.get("content") or choices[0].get("text")
-        if answer is None and message.get("tool_calls"):
-            answer = orjson.dumps(message["tool_calls"]).decode()
-        fields, error = self._parsed(answer, choices[0].get("finish_reason"))
+        answer, finish_reason = _answer_of(body)
+        fields, error = self._parsed(answer, finish_reason)
         usage = body.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        tokens = [usage.get("prompt_tokens"), cached, usage.get("completion_tokens")]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        tokens = [
+            usage.get("prompt_tokens", usage.get("input_tokens")),
+            details.get("cached_tokens"),
+            usage.get("completion_tokens", usage.get("output_tokens")),
+        ]
         return [answer, *fields, *tokens, usage.get("cost_nanos"), error]
 
     def _parsed(self, answer: str | None, finish_reason: str | None) -> tuple[list[Any], str | None]:
@@ -114,3 +114,20 @@ def _fitted(value: Any, kind: Kind) -> Any:
             return float(value)
         case _:
             return None
+
+
+def _answer_of(body: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The text of any endpoint's answer (of vectors and calls, their JSON), and why it ended."""
+    if body.get("object") == "response":
+        parts = [part for item in body.get("output") or [] for part in item.get("content") or []]
+        why = "length" if body.get("status") == "incomplete" else "stop"
+        return "".join(part.get("text") or "" for part in parts), why
+    if body.get("object") == "list":
+        vectors = [item.get("embedding") for item in body.get("data") or []]
+        return orjson.dumps(vectors[0] if len(vectors) == 1 else vectors).decode(), None
+    choice = (body.get("choices") or [{}])[0]
+    message = choice.get("message") or {}
+    answer = message.get("content") or choice.get("text")
+    if answer is None and message.get("tool_calls"):
+        answer = orjson.dumps(message["tool_calls"]).decode()
+    return answer, choice.get("finish_reason")

@@ -33,6 +33,7 @@ from batchsvc.cli.run import (
     SkipOption,
     WindowOption,
     chosen_input,
+    endpoint_of,
     line_model,
     model_to_serve,
     upload_progress,
@@ -89,7 +90,6 @@ def quote(
         static_first=static_first,
     )
     wishes: dict[str, Any] = {
-        "endpoint": ENDPOINT,
         "completion_window": window,
         "on_invalid": "skip" if skip_invalid else "fail",
     }
@@ -101,6 +101,7 @@ def quote(
         is_ours = named is None or names_itself(named)
         with opened(target, console, roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
             try:
+                wishes["endpoint"] = endpoint_of(requests)
                 found = _asked(session.client, console, requests, wishes)
             except ApiError as error:
                 if error.status in (400, 413, 415, 422):

@@ -33,6 +33,7 @@ from batchsvc.cli.target import Session, Target, absolute_model, opened, select
 from batchsvc.stack.options import ALL, DEFAULT_MODEL
 
 ENDPOINT = "/v1/chat/completions"
+_OTHER_ENDPOINTS = ["/v1/completions", "/v1/embeddings", "/v1/responses"]
 _FIRST_LINE_BYTES = 1 << 20
 _TELL_BYTES = 32 * 1024 * 1024  # uploads above this say how far they are
 
@@ -259,7 +260,7 @@ def _create(
     metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
     body: dict[str, Any] = {
         "input_file_id": uploaded["id"],
-        "endpoint": ENDPOINT,
+        "endpoint": endpoint_of(source),
         "metadata": metadata,
         **wishes,
     }
@@ -318,6 +319,16 @@ def model_to_serve(target: Target, source: Path) -> str | None:
     from batchsvc.stack.prepare import registered_path
 
     return registered_path(target.directory, named)
+
+
+def endpoint_of(source: Path) -> str:
+    """The endpoint that the first line of requests names; that of chats, where none can be read from it."""
+    try:
+        with source.open("rb") as file:
+            url = orjson.loads(file.readline(_FIRST_LINE_BYTES))["url"]
+    except (ValueError, TypeError, KeyError):
+        return ENDPOINT
+    return url if url in _OTHER_ENDPOINTS else ENDPOINT
 
 
 def upload_progress(console: Console, total: int) -> Any:

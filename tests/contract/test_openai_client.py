@@ -153,7 +153,7 @@ def test_errors_of_a_failed_batch(api: Api) -> None:
     ("arguments", "param"),
     [
         ({"endpoint": "/v1/nope"}, "endpoint"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"input_file_id": "file-nope"}, "input_file_id"),
         ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),

@@ -265,7 +265,7 @@ def test_an_input_that_goes_away_fails_the_quote(door: Quoting) -> None:
 def test_wrong_arguments_are_refused_by_name(door: Quoting) -> None:
     data = tickets(4)
     for wrong, param in (
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"model": "nobody"}, "model"),
         ({"sample": 0}, "sample"),

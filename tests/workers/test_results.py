@@ -22,6 +22,12 @@ from workers.garbage import Collector
 CANCEL: dict[str, Any] = {"status": Status.CANCELLING, "cancelling_ms": 1}
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage is believed after several looks; here they follow each other at once."""
+    monkeypatch.setattr(damage, "_PAUSE_S", 0.0)
+
+
 def part_lines(world: World, batch_id: str) -> list[list[int]]:
     """Line numbers of the parts in order of commit, from the objects."""
     from batchsvc.batches import part_file
@@ -222,11 +228,8 @@ STEPS = st.lists(
 @given(steps=STEPS, limit=st.integers(1, 4))
 @example(steps=["half", "read", "run", "finalize", "damage", "read", "finalize", "read", "run", "read"], limit=1)
 @example(steps=["run", "damage", "finalize", "read", "expire", "run", "read input", "finalize"], limit=2)
-def test_no_history_repeats_or_loses_a_line(
-    sqlite_world: World, monkeypatch: pytest.MonkeyPatch, steps: list[str], limit: int
-) -> None:
+def test_no_history_repeats_or_loses_a_line(sqlite_world: World, steps: list[str], limit: int) -> None:
     world = sqlite_world
-    monkeypatch.setattr(damage, "_PAUSE_S", 0.0)
     batch_id = world.add_batch(num_lines=6, unit_lines=3, windows=2)
     followers = [Follower(world, batch_id), Follower(world, batch_id, order="input")]
     held: Any = None

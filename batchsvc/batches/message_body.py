@@ -41,7 +41,7 @@ def parse_message(params: dict[str, Any]) -> ChatCall:
     max_tokens, temperature = params.get("max_tokens"), params.get("temperature")
     if max_tokens is None:
         raise _wrong("max_tokens", "an integer of 1 or more", None)
-    if type(temperature) in (int, float) and not 0 <= temperature <= 1:
+    if isinstance(temperature, int | float) and not 0 <= temperature <= 1:
         raise _wrong("temperature", "a number between 0 and 1", temperature)
     stop = params.get("stop_sequences")
     if stop is not None and not isinstance(stop, list):

@@ -245,7 +245,8 @@ def test_skipping_turns_problems_into_error_lines(planned: Planned) -> None:
 
 @on_sqlite
 @pytest.mark.parametrize(
-    ("item", "on_invalid"), [(b"{nonsense\n", "skip"), (line("a", n=2), "skip"), (line("a", n=2), "fail")]
+    ("item", "on_invalid"),
+    [(b"{nonsense\n", "skip"), (line("a", functions=[{}]), "skip"), (line("a", functions=[{}]), "fail")],
 )
 def test_a_batch_whose_every_line_is_rejected_starts_without_units(
     planned: Planned, item: Any, on_invalid: str

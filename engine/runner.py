@@ -133,7 +133,10 @@ class ModelRunner:
         """Adds up the wanted states of the chunks whose result is a vector; what is left of rows and chunks."""
         rest: list[Chunk] = []
         kept: list[torch.Tensor] = []
-        for chunk, rows in zip(chunks, hidden.split([len(chunk.logit_rows) for chunk in chunks]), strict=True):
+        end = 0
+        for chunk in chunks:
+            start, end = end, end + len(chunk.logit_rows)
+            rows = hidden[start:end]
             if chunk.pooling is None:
                 rest.append(chunk)
                 kept.append(rows)

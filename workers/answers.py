@@ -38,8 +38,8 @@ class Answered:
 
 def body_of(answered: Answered) -> dict[str, Any] | None:
     """The body of an answer. None: it is a chat completion."""
-    endpoint = answered.params.get("endpoint")
-    return _SHAPES[endpoint](answered) if endpoint in _SHAPES else None
+    shape = _SHAPES.get(answered.params.get("endpoint", ""))
+    return None if shape is None else shape(answered)
 
 
 def _completion(answered: Answered) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as Running
 from engine.request import Expectation, FinishReason, Request, SamplingParams
 from engine.sched.budget import Load, predicted_peak_blocks
+from engine.sched.counters import Counters as Totals
 from engine.sched.order import TOKEN_BYTES, plan_window
 from engine.sched.plan import StepPlan, StepResult
-from engine.sched.scheduler import Counters as Totals
 from engine.sched.scheduler import Scheduler
 
 _LOOK_EVERY = 16  # steps between two looks at what the pool would allow

@@ -280,11 +280,10 @@ REPLACING = {
 }
 
 
+@pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("pragma", ["ON", "OFF"])
 def test_nothing_that_counts_is_replaced(books: Books, pragma: str) -> None:
     """SQLite's INSERT OR REPLACE deletes what is in its way without a word, and so do UPDATE OR REPLACE."""
-    if not books.db.is_sqlite:
-        pytest.skip("PostgreSQL has no such statement")
     owner, part = books.use(JANUARY.start_ms, BIG)
     books.use(JANUARY.start_ms)
     old = books.issue("2024-01")
@@ -342,9 +341,8 @@ def test_a_draft_s_line_can_t_be_moved_into_an_issued_invoice(books: Books) -> N
         session.execute(text("INSERT INTO invoice_corrections VALUES (:to, 'k', 'INV-1')"), ids)
 
 
+@pytest.mark.parametrize("migrated_url", ["postgresql"], indirect=True)
 def test_nothing_is_written_while_reading_on_postgresql(books: Books) -> None:
-    if books.db.is_sqlite:
-        pytest.skip("SQLite has no such transactions")
     for way in (books.db.reading, books.db.snapshot):
         with pytest.raises(DBAPIError, match="read-only transaction"), way() as session:
             session.execute(text("UPDATE projects SET weight = 2"))

@@ -14,7 +14,7 @@ from sqlalchemy import select
 
 from batchsvc import ids
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import unit_file, window_file
+from batchsvc.batches import part_file, unit_file, window_file
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Part, Unit, Window
 from batchsvc.billing import service as billing
@@ -225,9 +225,8 @@ class World:
         usage = [line["response"]["body"]["usage"] for line in output]
         bill = sum(line["cost_nanos"] for line in usage)
         assert batch.cost_nanos == bill
-        assert batch.input_tokens == sum(line["prompt_tokens"] for line in usage)
-        assert batch.output_tokens == sum(line["completion_tokens"] for line in usage)
-        assert batch.cached_tokens == sum(line["prompt_tokens_details"]["cached_tokens"] for line in usage)
+        tokens = [sum(counts) for counts in zip(*map(part_file.usage_of, usage), strict=True)] or [0, 0, 0]
+        assert [batch.input_tokens, batch.cached_tokens, batch.output_tokens] == tokens
         with self.db.reading() as session:
             rows = session.scalars(select(UsageRow).where(UsageRow.batch_id == batch_id)).all()
             assert sum(row.cost_nanos for row in rows) == bill

@@ -152,19 +152,19 @@ def test_refused_input_fails_with_all_problems(door: Quoting) -> None:
 @on_sqlite
 def test_lines_that_would_be_rejected_are_listed_and_cost_nothing(door: Quoting) -> None:
     good = [line("a", "one"), line("d", "two")]
-    quote = door.quote(jsonl(good[0], b"{broken\n", line("c", n=2), good[1]), on_invalid="skip")
+    quote = door.quote(jsonl(good[0], b"{broken\n", line("c", best_of=2), good[1]), on_invalid="skip")
     assert quote["status"] == "ready"
     assert quote["request_counts"] == {"total": 4, "runnable": 2, "rejected": 2}
     problems = quote["problems"]
     assert problems["total"] == 2
     assert [(one["line"], one["code"], one["param"]) for one in problems["data"]] == [
         (2, "invalid_json_line", None),
-        (3, "unsupported_parameter", "n"),
+        (3, "unsupported_parameter", "best_of"),
     ]
     assert quote["cost"] == door.quote(jsonl(*good))["cost"]
     batch = door.create(quote["input_file_id"], quote_id=quote["id"]).json()
     assert batch["on_invalid"] == "skip", "what the call leaves out is the quote's"
-    nothing = door.quote(jsonl(line("c", n=2)))
+    nothing = door.quote(jsonl(line("c", best_of=2)))
     assert nothing["status"] == "ready" and nothing["cost"]["most_nanos"] == 0
 
 
@@ -344,7 +344,7 @@ def test_a_sample_is_an_estimate_and_no_quote(door: Quoting) -> None:
 
 @on_sqlite
 def test_a_sample_of_everything_is_exact(door: Quoting) -> None:
-    data = jsonl(*(line(f"id{i}", SHARED + f"Ticket {i % 9}") for i in range(30)), line("bad", n=2))
+    data = jsonl(*(line(f"id{i}", SHARED + f"Ticket {i % 9}") for i in range(30)), line("bad", best_of=2))
     quote, found = door.quote(data), door.quote(data, sample=1_000)
     assert found["request_counts"] == {"total": 31, "runnable": 30}
     for bound in ("low", "expected", "high"):

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from batchsvc.batches.part_file import usage_of
-
 MOST_SHOWN = 1_000  # differences that are kept; all are counted
 NUMBERS = ("ok", "failed", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos", "standard_nanos")
 _PAGE_BITS = 256
@@ -167,7 +165,7 @@ def add_part_line(report: Report, place: str, text: bytes, prices: Prices, sums:
 
 
 def _add_usage(report: Report, where: str, usage: Mapping[str, Any], prices: Prices, sums: Sums) -> None:
-    found = usage_of(usage)
+    found = _tokens(usage)
     for name, count in zip(NUMBERS[2:5], found, strict=True):
         setattr(sums, name, sums.number(name) + count)
     report.compare(where, "total_tokens", usage["total_tokens"], found[0] + found[2])
@@ -176,3 +174,19 @@ def _add_usage(report: Report, where: str, usage: Mapping[str, Any], prices: Pri
         report.compare(where, "cached_tokens beyond its input", found[1], found[0])
     sums.cost_nanos += usage["cost_nanos"]
     sums.standard_nanos += cost(prices.standard, *found)
+
+
+def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Input, cached and output tokens, as chat and text completions, embeddings and responses name them."""
+    match usage:
+        case {
+            "prompt_tokens": asked,
+            "prompt_tokens_details": {"cached_tokens": reused},
+            "completion_tokens": answered,
+        }:
+            return asked, reused, answered
+        case {"prompt_tokens": asked, "prompt_tokens_details": {"cached_tokens": reused}}:  # embeddings answer in none
+            return asked, reused, 0
+        case {"input_tokens": asked, "input_tokens_details": {"cached_tokens": reused}, "output_tokens": answered}:
+            return asked, reused, answered
+    raise ValueError(f"A usage of no known shape: {', '.join(usage)}.")

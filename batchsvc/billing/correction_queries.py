@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import BigInteger, ColumnElement, String, and_, case, column, func, literal_column, select, table, text
 from sqlalchemy.orm import Session, aliased
 
-from batchsvc.billing.invoice_tables import Invoice, InvoiceClaim
+from batchsvc.billing.invoice_tables import Invoice, InvoiceClaim, InvoiceLine
 from batchsvc.billing.ledger import CREDITS, REVENUE
 from batchsvc.billing.month import Month
 from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageHour, UsageRow
@@ -65,9 +65,15 @@ def billing_invoice(session: Session, project_id: str, month: Month) -> Invoice 
 
 
 def left_nanos(session: Session, row: Invoice) -> int:
-    """What of an invoice's net amount wasn't given back by anything yet."""
+    """What of an invoice's own month wasn't given back by anything yet.
+
+    Its rows that take earlier months back are left out: they count against the invoices that they correct.
+    """
+    own = select(func.coalesce(func.sum(InvoiceLine.amount_nanos), 0)).where(
+        InvoiceLine.invoice_id == row.id, InvoiceLine.reverses.is_(None)
+    )
     credited = select(func.coalesce(func.sum(Invoice.net_nanos), 0)).where(Invoice.corrects == row.number)
-    return row.net_nanos + int(session.scalar(credited) or 0) - given_back_nanos(session, row)
+    return int(session.scalar(own) or 0) + int(session.scalar(credited) or 0) - given_back_nanos(session, row)
 
 
 def given_back_nanos(session: Session, row: Invoice) -> int:

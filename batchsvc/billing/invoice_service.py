@@ -33,6 +33,7 @@ from batchsvc.billing.ledger import receivable
 from batchsvc.billing.month import Month, iso_time
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, MismatchError, NotFoundError
+from batchsvc.money import format_dollars
 from batchsvc.settings import Settings
 
 CLOSES_AFTER_MS = 600_000  # the longest that a transaction can go on is a fraction of this
@@ -116,9 +117,22 @@ def void(session: Session, name: str, reason: str) -> Invoice:
             f"The invoice {found.number} was corrected by {notes[0].number}: a credit note over the rest takes it back."
         )
     _move(session, found, InvoiceStatus.VOID, reason)
+    if found.payable_nanos < 0:
+        _check_unused(session, found)
     postings.post_void(session, found, queries.lines(session, found.id), database_now_ms(session))
     queries.give_back_claims(session, found.id)
     return found
+
+
+def _check_unused(session: Session, note: Invoice) -> None:
+    """Raises InvalidRequestError if what the note of a month has credited went into invoices that are paid."""
+    _hold_funds(session, [note.project_id])  # nothing is paid with it meanwhile
+    rest_nanos = credit_on_account_nanos(session, note.project_id) + note.payable_nanos
+    if rest_nanos < 0:
+        raise InvalidRequestError(
+            f"{note.number} can't be made void, because {format_dollars(-rest_nanos)} of it paid for other invoices:"
+            " post a payment of that amount first."
+        )
 
 
 def dispute(session: Session, name: str, reason: str) -> Invoice:

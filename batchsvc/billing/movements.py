@@ -99,7 +99,7 @@ def _refunded_month(session: Session, project_id: str, amount_nanos: int, batch_
     for what, which in ((batch_id, batch_id), ("the project", None)) if batch_id else (("the project", None),):
         left = queries.charged_nanos(session, project_id, which)
         if amount_nanos > left:
-            raise _too_large(amount_nanos, f"{what} was charged and not given back yet", left)
+            raise _too_large(amount_nanos, f"{what} was charged and not yet refunded", left)
     project = correction_queries.left_by_month(session, project_id, None)
     most = 0
     for month, nanos in correction_queries.left_by_month(session, project_id, batch_id).items():

@@ -132,14 +132,18 @@ def funds_of(session: Session, project_ids: Iterable[str]) -> dict[str, Funds]:
 
 
 def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> int:
-    """What a batch, or all of a project, was charged, less what was taken back: of the latter also by credit notes."""
+    """What a batch, or all of a project, was charged, less what was refunded.
+
+    Credit notes aren't taken off: their postings name who pays, whoever used what they give back. They count against
+    their invoice (`left_nanos` of billing/correction_queries.py).
+    """
     which: list[ColumnElement[bool]] = [LedgerTransaction.project_id == project_id, LedgerEntry.account == REVENUE]
     if batch_id is not None:
         which.append(LedgerTransaction.batch_id == batch_id)
     total = session.scalar(
         select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0))
         .join(LedgerTransaction, LedgerTransaction.id == LedgerEntry.transaction_id)
-        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund", "credit_note")))
+        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund")))
     )
     return int(total or 0)
 

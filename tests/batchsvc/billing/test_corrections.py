@@ -87,6 +87,42 @@ def test_a_payer_s_credit_note_counts_for_the_projects_that_it_pays_for(books: B
         post(books, "refund", 1, "r1", project=team, batch="b9")
 
 
+def test_a_payer_s_credit_note_for_another_project_leaves_its_own_charges_to_be_refunded(books: Books) -> None:
+    team = books.add_project("team", has_address=False)
+    with books.db.transaction() as session:
+        invoice_draft.change_party(session, team, {"bill_to": "acme"})
+    books.use(JANUARY.start_ms, BIG, project=team, batch="b9")
+    made = books.issue("2024-01")
+    books.act(str(made.number), "credit_note", reason="all of it")
+    _, own = books.use(FEBRUARY.start_ms, [(10**6, 0, 10**5)])
+    with pytest.raises(InvalidRequestError, match="the project was charged and not yet refunded"):
+        post(books, "refund", own.cost_nanos + made.net_nanos + 1, "r1")
+    assert post(books, "refund", own.cost_nanos, "r2")["corrects"] == "2024-02"
+    assert books.balance("revenue") == 0
+
+
+def test_what_a_month_takes_back_of_earlier_ones_leaves_its_own_charges_to_be_refunded(books: Books) -> None:
+    _, old = books.use(JANUARY.start_ms, BIG, batch="b1")
+    _, new = books.use(FEBRUARY.start_ms, BIG, batch="b2")
+    january = books.issue("2024-01")
+    refund_in(books, FEBRUARY, old.cost_nanos)
+    february = books.issue("2024-02")
+    assert february.net_nanos == 0
+    with pytest.raises(InvalidRequestError, match=r"which is \$0\."):
+        post(books, "refund", 1, "r1", batch="b1")
+    assert post(books, "refund", new.cost_nanos, "r2", batch="b2")["corrects"] == february.number
+    assert books.balance("revenue") == 0
+    with pytest.raises(InvalidRequestError, match=r"0\.00 USD can still be credited"):
+        books.act(str(january.number), "credit_note", reason="all")
+
+
+def refund_in(books: Books, month: Month, nanos: int) -> None:
+    """A refund of January's batch b1 that was made in a later month, which is over by now."""
+    back = ledger.move("refund", books.project, nanos, reason="r", key="r", batch_id="b1", corrects_month="2024-01")
+    with books.db.transaction() as session:
+        queries.insert_posting(session, back, price_version=0, created_ms=month.start_ms)
+
+
 def test_refunds_and_credit_notes_at_once_give_back_what_was_charged(books: Books) -> None:
     _, part = books.use(JANUARY.start_ms, BIG)
     made = books.issue("2024-01")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from batchsvc.batches.reconcile_invoices import compare_invoices
 from batchsvc.batches.reconcile_queries import Reader
 from batchsvc.billing import invoice_draft, ledger, queries, service
 from batchsvc.billing.month import Month
+from batchsvc.errors import InvalidRequestError
+from batchsvc.money import format_dollars
 from tests.batchsvc.billing.books import Books
 
 JANUARY, FEBRUARY, MARCH, APRIL = (Month(2024, number) for number in range(1, 5))
@@ -58,6 +61,29 @@ def test_all_documents_add_up(books: Books) -> None:
     books.act(str(below.number), "void", reason="twice")
     books.draft("2024-04")
     assert audit(books).num_differences == 0
+
+
+def test_a_month_s_credit_note_is_void_only_while_nothing_was_paid_with_it(books: Books) -> None:
+    _, part = books.use(JANUARY.start_ms, [(10**6, 0, 10**6)])
+    books.act(str(books.issue("2024-01").number), "pay", reason="wire")
+    with books.db.transaction() as session:
+        back = ledger.move("refund", books.project, part.cost_nanos, reason="late", key="r", corrects_month="2024-01")
+        queries.insert_posting(session, back, price_version=0, created_ms=FEBRUARY.start_ms)
+    note = books.issue("2024-02")
+    books.act(str(note.number), "void", reason="before")
+    note = books.issue("2024-02")
+    assert note.kind == "credit_note" and note.payable_nanos < 0
+    books.use(MARCH.start_ms, [(10**6, 0, 10**5)])
+    march = books.issue("2024-03")
+    books.act(str(march.number), "pay", reason="wire")
+    used = format_dollars(march.payable_nanos)
+    with pytest.raises(InvalidRequestError, match=re.escape(f"{used} of it paid for other invoices: post a payment")):
+        books.act(str(note.number), "void", reason="after")
+    assert audit(books).num_differences == 0
+    with books.db.transaction() as session:
+        service.post_payment(session, books.project, march.payable_nanos, reason="wire", key="instead")
+    books.act(str(note.number), "void", reason="after")
+    assert [str(difference) for difference in audit(books).differences] == []
 
 
 def test_usage_that_came_after_the_bill_is_found(books: Books) -> None:

@@ -34,6 +34,7 @@ def store_part(store: ObjectStore, unit: ClaimedUnit, lines: Sequence[FinishedLi
         line_nos=line_set.encode(line.line_no for line in parts),
         lines_ok=sum(line.is_ok for line in parts),
         lines_err=sum(not line.is_ok for line in parts),
+        num_answers=sum(finished.num_answers for finished in lines if finished.line.is_ok),
         est_tokens=sum(finished.est_tokens for finished in lines),
         input_tokens=sum(line.input_tokens for line in parts),
         cached_tokens=sum(line.cached_tokens for line in parts),

@@ -41,6 +41,7 @@ class FinishedLine:
     bit: int
     line: PartLine
     est_tokens: int = 0
+    num_answers: int = 1
     is_over_budget: bool = False
 
 
@@ -141,7 +142,12 @@ def to_lines(
         return to_errors(unit, open_row, code=code, message=says, status=400 if code in _OWN_FAULT else 500)
     row = open_row.row
     return [
-        FinishedLine(bit, _answer(unit, row, member, completion, fingerprint), row.est_tokens(member))
+        FinishedLine(
+            bit,
+            _answer(unit, row, member, completion, fingerprint),
+            row.est_tokens(member),
+            row.num_answers,
+        )
         for bit, member in open_row.members
     ]
 

@@ -5,8 +5,8 @@ without an answer, and the share of the output is the rest: the two add up to th
 Both only fall when more of the prompt turns out to be cached, which makes what is quoted for input the most that is
 billed for it.
 
-How long answers get is told from what finished lines of the same project and model showed, else from `max_tokens`.
-Lengths are thousandths of a token, because a mean is rarely whole, and sums of thousandths are exact.
+How long answers get is told from what finished lines of the same project, model and endpoint showed, else from
+`max_tokens`. Lengths are thousandths of a token, because a mean is rarely whole, and sums of thousandths are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MILLI = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Thousandths of output tokens that `lines` finished lines had: their mean, and between which means most lie."""
+    """Thousandths of output tokens that an answer of `lines` finished lines had: the mean, and between which means most
+    lie."""
 
     lines: int
     low: int
@@ -70,7 +71,8 @@ _NAMES = tuple(field.name for field in fields(Figures))
 
 
 def lengths_of(finished: Sequence[tuple[int, int]]) -> Lengths | None:
-    """What pieces of finished work showed, each given as lines and output tokens. None: too little to go by."""
+    """What pieces of finished work showed, each given as lines and what they would have had of output tokens with one
+    answer a line. None: too little to go by."""
     pieces = sorted(((lines, tokens) for lines, tokens in finished if lines > 0), key=lambda piece: piece[1] / piece[0])
     lines = sum(piece[0] for piece in pieces)
     if lines < _LEAST_LINES:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import garbage_queries, quote_figures
@@ -23,7 +23,7 @@ from batchsvc.billing.pricing import STANDARD_TIER
 from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
 from batchsvc.files.lines import Problem
-from batchsvc.money import Rates
+from batchsvc.money import Rates, divide_half_even
 
 QUEUED, READY, FAILED = "queued", "ready", "failed"
 _KEEP_MS = 30 * 86_400_000  # how long a quote can be looked at
@@ -155,7 +155,7 @@ def pin_model(session: Session, quote_id: str, epoch: int, model_id: str) -> Quo
         tier, standard = (
             billing.rates_for(session, model_id, name, row.price_version) for name in (row.tier, STANDARD_TIER)
         )
-        lengths = quote_figures.lengths_of(_finished(session, row.project_id, model.digest))
+        lengths = quote_figures.lengths_of(_finished(session, row, model.digest))
         row.model_id, row.model_digest = model.id, model.digest
         row.rates = {"tier": asdict(tier), "standard": asdict(standard)}
         row.lengths = None if lengths is None else asdict(lengths)
@@ -239,25 +239,31 @@ def rates_of(row: Quote) -> Rates:
     return Rates(**row.rates["tier"])
 
 
-def _finished(session: Session, project_id: str, digest: str) -> list[tuple[int, int]]:
-    """Lines and output tokens of the latest parts of a project's latest batches of a model.
+def _finished(session: Session, row: Quote, digest: str) -> list[tuple[int, int]]:
+    """Lines of the latest parts of the project's latest batches of the model at the same endpoint, and the output
+    tokens that these lines had for one answer each.
 
     Served by ix_batches_listing and ix_parts_window.
     """
     latest = (
         select(Batch.id)
-        .where(Batch.project_id == project_id, Batch.model_digest == digest, Batch.completed > 0)
+        .where(
+            Batch.project_id == row.project_id,
+            Batch.model_digest == digest,
+            Batch.endpoint == row.endpoint,
+            Batch.completed > 0,
+        )
         .order_by(Batch.created_ms.desc(), Batch.id.desc())
         .limit(_LATEST_BATCHES)
     )
     batch_ids = session.scalars(latest).all()
     parts = (
-        select(Part.lines_ok, Part.output_tokens)
+        select(Part.lines_ok, Part.output_tokens, func.coalesce(Part.num_answers, Part.lines_ok))
         .where(Part.batch_id.in_(batch_ids), Part.lines_ok > 0, Part.is_void.is_(False))
         .order_by(Part.created_ms.desc())
         .limit(_LATEST_PARTS)
     )
-    return [(lines, tokens) for lines, tokens in session.execute(parts)]
+    return [(lines, divide_half_even(tokens * lines, answers)) for lines, tokens, answers in session.execute(parts)]
 
 
 def _mine(session: Session, quote_id: str, epoch: int) -> Quote | None:

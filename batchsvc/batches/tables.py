@@ -232,6 +232,7 @@ class Part(Base):
     is_void: Mapped[bool] = mapped_column(Boolean, default=False)  # found damaged: its lines are run again
     lines_ok: Mapped[Count]
     lines_err: Mapped[Count]
+    num_answers: Mapped[int | None] = mapped_column(BigInt)  # of its ok lines; null: of an older worker, one each
     est_tokens: Mapped[Count]  # what its lines were predicted to take
     input_tokens: Mapped[Count]
     cached_tokens: Mapped[Count]

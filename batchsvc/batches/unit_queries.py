@@ -86,6 +86,7 @@ class NewPart:
     line_nos: bytes | None = None  # of the same lines: see line_set.py
     lines_ok: int
     lines_err: int
+    num_answers: int | None = None  # of the lines that are ok; None: one each
     est_tokens: int = 0
     input_tokens: int
     cached_tokens: int
@@ -230,6 +231,7 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
         line_nos=part.line_nos,
         lines_ok=part.lines_ok,
         lines_err=part.lines_err,
+        num_answers=part.num_answers,
         est_tokens=part.est_tokens,
         input_tokens=part.input_tokens,
         cached_tokens=part.cached_tokens,

@@ -20,6 +20,7 @@ def upgrade() -> None:
     _results()
     _uploads()
     _messages()
+    _answers()
 
 
 def _results() -> None:
@@ -83,7 +84,13 @@ def _messages() -> None:
     op.add_column("batches", sa.Column("deleted_ms", BIG, nullable=True))
 
 
+def _answers() -> None:
+    """Parts that know how many answers their lines got."""
+    op.add_column("parts", sa.Column("num_answers", BIG, nullable=True))
+
+
 def downgrade() -> None:
+    op.drop_column("parts", "num_answers")
     for column in ("deleted_ms", "num_requests"):
         op.drop_column("batches", column)
     for table in ("upload_parts", "uploads"):

@@ -14,7 +14,11 @@ from batchsvc.store.s3 import ObjectStore
 from tests.batchsvc.batches.planned import Planned, jsonl, line
 
 DATA = jsonl(
-    *(line(f"a{n}", f"text {n % 4}") for n in range(7)), b"nonsense\n", line("b", n=2), line("c", "other"), line("c")
+    *(line(f"a{n}", f"text {n % 4}") for n in range(7)),
+    b"nonsense\n",
+    line("b", best_of=2),
+    line("c", "other"),
+    line("c"),
 )
 SIZES = {"window_lines": 4, "unit_lines": 2}
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from batchsvc.batches.unit_file import UnitRow
 from batchsvc.money import TOKENS_PER_RATE, Rates, divide_half_even, line_cost_nanos
+from engine.request import Pooling
 
 GRANULE_TOKENS = 16  # planned cached tokens are a multiple of it
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
@@ -72,8 +73,13 @@ def cached_part(
             "leader": None,
             "why": why,
         }
-    leader = named(prefix.leader) if prefix.leader is not None else None
-    if leader is None:
+    is_mean = row.params.get("pooling") == Pooling.MEAN
+    leader = named(prefix.leader) if prefix.leader is not None and planned else None
+    if is_mean:
+        why = "The model pools over all tokens of a text, so it computes each of them: no prefix is reused."
+    elif prefix.leader is not None and leader is None:
+        why = "It begins as an earlier line does, but with nothing that the engine can take from its cache."
+    elif leader is None:
         why = "No earlier line of its window begins with the same 16 tokens."
     else:
         why = (
@@ -106,13 +112,14 @@ def engine_part(
     stats: Iterable[dict[str, Any]], *, cost_per_hour_nanos: int, cost_nanos: int, tokens: int
 ) -> dict[str, Any] | None:
     """What the live workers of a model have done since they started, and what a million tokens cost there; None
-    without one. `cost_nanos` and `tokens` (input and output) are the batch's."""
-    rows = [row for row in stats if row.get("output_tokens")]
+    without one that has served. Bytes per output token are None where they only embed. `cost_nanos` and `tokens` (input
+    and output) are the batch's."""
+    rows = [row for row in stats if row.get("output_tokens") or row.get("prompt_tokens")]
     if not rows:
         return None
     steps = sum(row["steps"] for row in rows)
     output_tokens = sum(row["output_tokens"] for row in rows)
-    served = output_tokens + sum(row["prompt_tokens"] for row in rows)
+    served = output_tokens + sum(row.get("prompt_tokens", 0) for row in rows)
     busy_ms = sum(row.get("busy_ms", 0) for row in rows)
     chunks = sum(round(row["mean_running"] * row["steps"]) for row in rows)
     weights = sum(row.get("weight_bytes", 0) * row["steps"] for row in rows)
@@ -124,8 +131,10 @@ def engine_part(
         "served_tokens": served,
         "busy_ms": busy_ms,
         "mean_batch_thousandths": divide_half_even(1000 * chunks, max(steps, 1)),
-        "weight_bytes_per_output_token": divide_half_even(weights, output_tokens),
-        "kv_bytes_per_output_token": divide_half_even(kv, output_tokens),
+        "weight_bytes_per_output_token": divide_half_even(weights, output_tokens) if output_tokens else None,
+        "kv_bytes_per_output_token": divide_half_even(kv, output_tokens) if output_tokens else None,
+        "weight_bytes_per_served_token": divide_half_even(weights, served),
+        "kv_bytes_per_served_token": divide_half_even(kv, served),
         "accelerator_cost_per_hour_nanos": cost_per_hour_nanos,
         "cost_nanos_per_mtok": None,
         "price_nanos_per_mtok": divide_half_even(cost_nanos * 1_000_000, tokens) if tokens else None,

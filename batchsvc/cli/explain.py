@@ -44,7 +44,7 @@ def explain(
         ("kind", "tokens", "nanos_per_mtok", "amount"),
     )
     if batch.get("engine"):
-        console.fields(_engine_fields(batch["engine"]))
+        console.fields(engine_fields(batch["engine"]))
 
 
 def _batch(session: Session, batch_id: str) -> dict[str, Any]:
@@ -102,14 +102,15 @@ def _batch_fields(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _engine_fields(engine: dict[str, Any]) -> dict[str, Any]:
+def engine_fields(engine: dict[str, Any]) -> dict[str, Any]:
     cost, margin = engine["cost_nanos_per_mtok"], engine["margin_nanos_per_mtok"]
     price = engine["price_nanos_per_mtok"]
+    kind = "served" if engine["weight_bytes_per_output_token"] is None else "output"  # of embeddings there is no output
     return {
         "Engine": f"{engine['workers']} workers, {engine['steps']:,} steps, busy for {engine['busy_ms'] / 1000:,.1f} s",
         "Mean batch": f"{engine['mean_batch_thousandths'] / 1000:.1f}",
-        "Weights read": f"{engine['weight_bytes_per_output_token']:,} bytes per output token",
-        "KV read": f"{engine['kv_bytes_per_output_token']:,} bytes per output token",
+        "Weights read": f"{engine[f'weight_bytes_per_{kind}_token']:,} bytes per {kind} token",
+        "KV read": f"{engine[f'kv_bytes_per_{kind}_token']:,} bytes per {kind} token",
         "Price per million tokens": "nothing was billed" if price is None else format_dollars(price),
         "Cost per million tokens": "set BATCHSVC_ACCELERATOR_COST_PER_HOUR" if cost is None else format_dollars(cost),
         "Margin": "unknown" if margin is None else format_dollars(margin),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from batchsvc.batches import explain, explain_service
 from batchsvc.batches.tables import Worker
 from batchsvc.batches.unit_file import UnitRow
+from batchsvc.cli.explain import engine_fields
 from batchsvc.clock import now_ms
 from batchsvc.errors import NotFoundError
 from batchsvc.money import Rates, line_cost_nanos
@@ -107,6 +108,36 @@ def test_hits_beyond_the_plan_are_named() -> None:
     assert (shown["planned_tokens"], shown["beyond_plan_tokens"]) == (16, 16)
     assert "16 tokens more than was planned" in shown["why"] and shown["leader"] == {"line": 3, "custom_id": "c"}
     assert explain.cached_part(row, 0, explain.SharedPrefix(0, None), None, 16)["leader"] is None
+
+
+def test_a_line_that_reuses_nothing_has_no_leader() -> None:
+    first, second = (
+        UnitRow(
+            line_nos=(number,), custom_ids=(f"c{number}",), prompt_ids=np.arange(40, dtype=np.int32),
+            params={"pooling": pooling}, planned_cached_tokens=0, max_tokens=0,
+        )
+        for number, pooling in ((1, "mean"), (2, "last"))
+    )  # fmt: skip
+    prefix = explain.shared_prefix(second.prompt_ids, [first])
+    assert prefix.tokens == 32
+    for row, why in ((first, "no prefix is reused"), (second, "nothing that the engine can take")):
+        shown = explain.cached_part(row, 0, prefix, None, 0)
+        assert shown["leader"] is None and shown["planned_tokens"] == 0
+        assert why in shown["why"] and "first 0 tokens" not in shown["why"]
+
+
+def test_a_worker_that_only_embeds_is_explained_by_what_it_served() -> None:
+    stats = {
+        "steps": 9, "mean_running": 1.0, "prompt_tokens": 9_000, "output_tokens": 0, "busy_ms": 3_600,
+        "weight_bytes": 1_000, "block_bytes": 18, "read_blocks": 500,
+    }  # fmt: skip
+    found = explain.engine_part([stats], cost_per_hour_nanos=9 * 10**9, cost_nanos=5, tokens=9_000)
+    assert found is not None and (found["output_tokens"], found["served_tokens"]) == (0, 9_000)
+    assert found["weight_bytes_per_output_token"] is found["kv_bytes_per_output_token"] is None
+    assert (found["weight_bytes_per_served_token"], found["kv_bytes_per_served_token"]) == (1, 1)
+    assert found["cost_nanos_per_mtok"] == 10**9, "a thousandth of an hour for 9,000 tokens"
+    assert engine_fields(found)["Weights read"] == "1 bytes per served token"
+    assert explain.engine_part([{**stats, "prompt_tokens": 0}], cost_per_hour_nanos=1, cost_nanos=5, tokens=9) is None
 
 
 def test_only_operators_see_the_engine(sqlite_world: World) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from batchsvc.batches import reconcile_sample_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.reconcile import Report
+from batchsvc.batches.reconcile import Prices, Report, Sums, add_output_line
 from batchsvc.batches.reconcile_queries import Reader
 from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.billing import invoice_api, invoice_draft, invoice_service, movements
@@ -381,6 +381,26 @@ def test_it_cannot_write(world: World) -> None:
     with reader.snapshot() as now, pytest.raises(DBAPIError):
         now.rows("DELETE FROM garbage RETURNING s3_key")
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("usage", "output"),
+    [
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens": 3}, 3),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, 0),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 3}, 3),
+    ],
+    ids=["chat", "embeddings", "responses"],
+)
+def test_usages_of_all_endpoints_are_read(usage: dict[str, Any], output: int) -> None:
+    rates = {"input": 10**6, "cached_input": 10**5, "output": 10**7}
+    costs = 5 + 10 * output  # and 4 tenths, rounded away
+    body = {"usage": usage | {"total_tokens": 9 + output, "cost_nanos": costs}}
+    line = orjson.dumps({"line": 7, "custom_id": "a", "response": {"body": body}})
+    report, sums = Report(), Sums()
+    assert add_output_line(report, "file", line, Prices(own=rates, standard=rates), sums) == 7
+    assert not report.num_differences
+    assert (sums.input_tokens, sums.cached_tokens, sums.output_tokens, sums.cost_nanos) == (9, 4, output, costs)
 
 
 def test_it_shares_nothing_with_what_writes() -> None:

@@ -17,6 +17,7 @@ APPEND_ONLY = {  # table -> its other unique columns, by which a repeated insert
     "prices": ("version", "model", "tier", "kind"),
 }
 ISSUED = "an issued invoice never changes"
+_VOID = "void:"  # before the id of the part that a usage row takes back
 _CORRECTING = "kind IN ('refund', 'credit', 'credit_note')"
 
 
@@ -42,6 +43,7 @@ def upgrade() -> None:
             ["invoice_id"], ["invoices.id"], name=op.f("fk_invoice_corrections_invoice_id_invoices")
         ),
     )
+    _note_corrections()
     # whether the money of a leased unit's lines is granted before they run
     op.add_column("units", sa.Column("is_metered", sa.Boolean(), nullable=False, server_default=sa.false()))
     if op.get_bind().dialect.name == "sqlite":
@@ -50,16 +52,24 @@ def upgrade() -> None:
         _freeze_postgresql()
 
 
+def _month_of(moment_ms: str) -> str:
+    """The month of a moment in SQL, as `2024-01`."""
+    if op.get_bind().dialect.name == "sqlite":
+        return f"strftime('%Y-%m', {moment_ms} / 1000, 'unixepoch')"
+    return f"to_char(to_timestamp({moment_ms} / 1000) AT TIME ZONE 'UTC', 'YYYY-MM')"
+
+
 def _note_months() -> None:
-    """Refunds of a batch that were made before: by the month in which it last used something."""
+    """Refunds of a batch that were made before: by the month in which it had last used something by then."""
     is_sqlite = op.get_bind().dialect.name == "sqlite"
-    last = "(SELECT MAX(u.created_ms) FROM usage u WHERE u.batch_id = ledger_transactions.batch_id)"
-    month = (
-        f"strftime('%Y-%m', {last} / 1000, 'unixepoch')"
-        if is_sqlite
-        else f"to_char(to_timestamp({last} / 1000) AT TIME ZONE 'UTC', 'YYYY-MM')"
+    last = (
+        "(SELECT MAX(u.created_ms) FROM usage u WHERE u.batch_id = ledger_transactions.batch_id"  # noqa: S608
+        f" AND substr(u.part_id, 1, 5) <> '{_VOID}' AND u.created_ms <= ledger_transactions.created_ms)"
     )
-    note = f"UPDATE ledger_transactions SET corrects_month = {month} WHERE kind = 'refund' AND batch_id IS NOT NULL"  # noqa: S608
+    note = (
+        f"UPDATE ledger_transactions SET corrects_month = {_month_of(last)}"  # noqa: S608
+        " WHERE kind = 'refund' AND batch_id IS NOT NULL"
+    )
     if not is_sqlite:
         op.execute("ALTER TABLE ledger_transactions DISABLE TRIGGER ledger_transactions_no_change")
         op.execute(note)
@@ -70,6 +80,31 @@ def _note_months() -> None:
     op.execute(
         "CREATE TRIGGER ledger_transactions_no_update BEFORE UPDATE ON ledger_transactions"
         " BEGIN SELECT RAISE(ABORT, 'ledger_transactions is append-only'); END"
+    )
+
+
+def _note_corrections() -> None:
+    """What issued invoices say that their postings correct, from their rows: of refunds, and of reversals by month."""
+    into = "INSERT INTO invoice_corrections (invoice_id, key, corrects)"
+    rows = (
+        "FROM invoices i JOIN invoice_lines l ON l.invoice_id = i.id AND l.reverses IS NOT NULL"
+        " AND i.status <> 'draft' AND i.corrects IS NULL"
+    )
+    op.execute(
+        f"{into} SELECT i.id, t.key, MIN(l.reverses) {rows} AND l.kind = 'refund'"
+        " JOIN ledger_transactions t ON t.kind = 'refund' AND t.project_id = l.project_id AND t.batch_id = l.batch_id"
+        f" AND {_month_of('t.created_ms')} = i.month"
+        " JOIN ledger_entries e ON e.transaction_id = t.id AND e.account = 'revenue'"
+        " AND e.amount_nanos = l.amount_nanos GROUP BY i.id, t.key"
+    )
+    used = _month_of("u.created_ms")
+    op.execute(
+        f"{into} SELECT i.id, v.part_id, MIN(l.reverses) {rows}"  # noqa: S608
+        " JOIN usage v ON v.project_id = l.project_id AND v.model = l.model AND v.tier = l.tier"
+        f" AND v.price_version = l.price_version AND {_month_of('v.created_ms')} = i.month"
+        f" AND substr(v.part_id, 1, 5) = '{_VOID}' JOIN usage u ON u.part_id = substr(v.part_id, 6)"
+        f" WHERE l.reverses = {used} OR EXISTS"
+        f" (SELECT 1 FROM invoices o WHERE o.number = l.reverses AND o.month = {used}) GROUP BY i.id, v.part_id"
     )
 
 

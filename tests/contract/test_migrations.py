@@ -12,6 +12,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, TextClause, inspect, text
+from sqlalchemy.exc import DBAPIError
 
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import unit_queries
@@ -104,6 +105,75 @@ def test_rows_of_the_first_schema_stay_valid(database_url: str) -> None:
         assert (batch.has_quota, batch.on_quota, batch.is_paused, batch.priority) == (True, "wait", False, 0)
         assert session.get_one(Project, "p").quota_tokens is None
     database.dispose()
+
+
+def test_what_older_refunds_and_invoices_correct_is_noted(database_url: str) -> None:
+    """By what a batch had used when it was refunded, and by what an issued invoice said; down and up again alike."""
+    database = Database(database_url)
+    december, january, february, march = 1_701_388_800_000, 1_704_067_200_000, 1_706_745_600_000, 1_709_251_200_000
+    rows: list[tuple[str, dict[str, object]]] = [("projects", {"id": "p", "name": "n", "salt": "s", "weight": 1})]
+    rows += [("batches", {"id": batch, "project_id": "p", "status": "completed"}) for batch in ("b1", "b2")]
+    for part, batch, ms, cost in (
+        ("q0", "b1", december, 7),
+        ("q1", "b1", january, 100),
+        ("q2", "b2", february - 1, 60),
+        ("void:q1", "b1", february + 1, -100),
+        ("void:q0", "b1", february + 2, -7),
+        ("q3", "b2", march, 5),
+    ):
+        usage = {"part_id": part, "batch_id": batch, "created_ms": ms, "cost_nanos": cost, "model": "m", "tier": "t"}
+        rows.append(("usage", usage | {"project_id": "p"}))
+    for no, (owner, amount) in enumerate((("b1", 1), ("b2", 60), (None, 3)), 1):
+        posting = {"id": no, "kind": "refund", "key": f"r{no}", "batch_id": owner, "created_ms": february + 3}
+        rows.append(("ledger_transactions", posting | {"project_id": "p"}))
+        for side, (account, sign) in enumerate((("revenue", -1), ("available:p", 1))):
+            entry = {"id": 2 * no + side, "transaction_id": no, "account": account, "amount_nanos": sign * amount}
+            rows.append(("ledger_entries", entry))
+    for name, month in (("i1", "2024-01"), ("i2", "2024-02"), ("draft", "2024-02")):
+        invoice: dict[str, object] = {"id": name, "project_id": "p", "status": "draft", "kind": "invoice"}
+        rows.append(("invoices", invoice | {"month": month, "projects": "[]", "seller": "{}", "buyer": "{}"}))
+        if month == "2024-02":
+            for no, line in enumerate(
+                (
+                    {"kind": "refund", "batch_id": "b1", "amount_nanos": -1, "reverses": "INV-1"},
+                    {"kind": "refund", "batch_id": "b2", "amount_nanos": -60, "reverses": "INV-1"},
+                    {"kind": "refund", "amount_nanos": -3},
+                    {"kind": "input", "model": "m", "tier": "t", "amount_nanos": -100, "reverses": "INV-1"},
+                    {"kind": "input", "model": "m", "tier": "t", "amount_nanos": -7, "reverses": "2023-12"},
+                )
+            ):
+                rows.append(("invoice_lines", {"invoice_id": name, "no": no, "project_id": "p"} | line))
+    with database.engine.begin() as connection:
+        command.upgrade(migrate._config(connection), "0004")
+        for table, values in rows:
+            connection.execute(*_old_row(connection, table, values))
+        for no in (1, 2):
+            issue = text("UPDATE invoices SET status = 'issued', number = :number WHERE id = :id")
+            connection.execute(issue, {"id": f"i{no}", "number": f"INV-{no}"})
+    for _ in range(2):
+        with database.engine.begin() as connection:
+            command.upgrade(migrate._config(connection), "0005")
+            months = connection.execute(text("SELECT key, corrects_month FROM ledger_transactions ORDER BY key")).all()
+            noted = connection.execute(text("SELECT * FROM invoice_corrections ORDER BY key")).all()
+        assert list(map(tuple, months)) == [("r1", "2024-01"), ("r2", "2024-01"), ("r3", None)]
+        assert list(map(tuple, noted)) == [
+            ("i2", "r1", "INV-1"),
+            ("i2", "r2", "INV-1"),
+            ("i2", "void:q0", "2023-12"),
+            ("i2", "void:q1", "INV-1"),
+        ]
+        _is_frozen(database, "UPDATE invoice_corrections SET corrects = 'x'")
+        with database.engine.begin() as connection:
+            command.downgrade(migrate._config(connection), "0004")
+            assert "invoice_corrections" not in inspect(connection).get_table_names()
+        for frozen in ("ledger_transactions SET kind = 'x'", "invoice_lines SET amount_nanos = 0"):
+            _is_frozen(database, f"UPDATE {frozen}")
+    database.dispose()
+
+
+def _is_frozen(database: Database, statement: str) -> None:
+    with pytest.raises(DBAPIError, match=r"append-only|never changes"), database.engine.begin() as connection:
+        connection.execute(text(statement))
 
 
 def _old_row(connection: Connection, table: str, values: dict[str, object]) -> tuple[TextClause, dict[str, object]]:

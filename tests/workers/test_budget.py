@@ -154,7 +154,9 @@ def test_what_runs_and_what_ended_never_exceeds_the_grant(rows: list[tuple[int, 
     prompt, lengths, ending = np.zeros(4, np.int32), {}, {}
     made = []
     for no, (max_tokens, length, ends, lines) in enumerate(rows):
-        row = SimpleNamespace(prompt_ids=prompt, cached_tokens=lambda member: 4 if member else 1, max_tokens=max_tokens)
+        row = SimpleNamespace(
+            prompt_ids=prompt, cached_tokens=lambda member: 4 if member else 1, most_output_tokens=max_tokens
+        )
         members = tuple((no * 3 + member, member) for member in range(lines))
         made.append(OpenRow(request_id=f"r{no}", row=row, members=members))
         lengths[f"r{no}"], ending[f"r{no}"] = min(length, max_tokens), ends
@@ -186,7 +188,7 @@ def test_what_runs_and_what_ended_never_exceeds_the_grant(rows: list[tuple[int, 
     ask = allowance.ask(len(allowance.parked))
     left = list(allowance.parked.values())
     assert ran + sum(len(row.members) for row in left) == sum(lines for *_, lines in rows), "each line is in one row"
-    first = [(10 if row.members[0][1] else INPUT_NANOS) + 40 * row.row.max_tokens for row in left]
+    first = [(10 if row.members[0][1] else INPUT_NANOS) + 40 * row.row.most_output_tokens for row in left]
     assert all(spent + nanos > granted for nanos in first), "whatever fits has run"
     total = spent + sum(map(allowance.most_nanos, left))
     assert ask == (total, spent if left else 0, spent + min(first) if left else 0)

@@ -1,8 +1,7 @@
-"""Merging: whatever the order and the bucket, rows come out in line order; a stream's object is its rows, exactly."""
+"""Whatever the order of parts and the bucket, rows come out in line order."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +11,7 @@ from hypothesis import strategies as st
 
 from batchsvc.batches import part_file
 from batchsvc.batches.part_file import PartLine, PartRows
-from batchsvc.batches.window_spool import Rows, WindowSpool
-from tests.workers.conftest import World
-from workers import stream
-from workers.stream import ResultStream
+from batchsvc.batches.window_spool import WindowSpool
 
 ROWS = st.dictionaries(st.integers(1, 10**9), st.tuples(st.booleans(), st.binary(max_size=60)), max_size=40)
 
@@ -48,21 +44,3 @@ def test_a_line_with_two_results_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="two results"):
             spool.line_nos()
     assert not list(tmp_path.iterdir()), "nothing is left on the disk"
-
-
-@pytest.mark.parametrize(("rows", "row_bytes"), [(0, 0), (1, 10), (3, 4 * 1024 * 1024), (11, 3 * 1024 * 1024)])
-def test_a_stream_is_one_put_or_a_multipart_upload(sqlite_world: World, rows: int, row_bytes: int) -> None:
-    uploads: list[str] = []
-    written = ResultStream(sqlite_world.store, "out/x", on_upload=lambda key, _: uploads.append(key))
-    whole = b"".join(bytes([65 + n]) * row_bytes + b"\n" for n in range(rows))
-    for n in range(rows):
-        written.append(Rows(bytes([65 + n]) * row_bytes + b"\n", 1))
-    done = written.finish()
-    written.close()
-    if rows == 0:
-        assert done is None and sqlite_world.store.head("out/x") is None
-        return
-    assert done is not None
-    assert sqlite_world.store.get("out/x") == whole
-    assert (done.size_bytes, done.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
-    assert bool(uploads) == (len(whole) >= stream.PART_BYTES)

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from batchsvc.billing import invoice_service
-from batchsvc.billing.invoice_tables import Invoice
+from batchsvc.billing.invoice_tables import Invoice, InvoiceLine
 from batchsvc.billing.month import Month
 from batchsvc.errors import InvalidRequestError
 from tests.batchsvc.billing.books import Books
@@ -72,6 +72,10 @@ def test_two_invoices_of_a_month_never_both_get_a_number(books: Books) -> None:
         row = session.get_one(Invoice, first)
         values = {column.name: getattr(row, column.name) for column in Invoice.__table__.columns}
         session.add(Invoice(**{**values, "id": "inv_other"}))
+        session.flush()
+        for line in session.scalars(select(InvoiceLine).where(InvoiceLine.invoice_id == first)).all():
+            values = {column.name: getattr(line, column.name) for column in InvoiceLine.__table__.columns}
+            session.add(InvoiceLine(**{**values, "invoice_id": "inv_other"}))
 
     def issue(name: str) -> str | None:
         try:

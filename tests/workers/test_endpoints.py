@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.billing import usage_service
 from batchsvc.billing.usage import Kind
 from batchsvc.db.session import Database
@@ -30,8 +33,11 @@ SHARED = "You are a helpful assistant that reads tickets. Order 1234567 was ship
 
 
 @pytest.fixture
-def door(sqlite_settings: Settings, tiny: tuple[Path, str]) -> Iterator[Quoting]:
-    settings = sqlite_settings.model_copy(update={"poll_s": 0.05, "flush_s": 0.2})
+def door(sqlite_settings: Settings, migrated_sqlite: Path, tiny: tuple[Path, str], tmp_path: Path) -> Iterator[Quoting]:
+    url = (
+        f"sqlite:///{shutil.copy(migrated_sqlite, tmp_path / 'migrated.sqlite3')}"  # with its triggers: the audit reads
+    )
+    settings = sqlite_settings.model_copy(update={"database_url": url, "poll_s": 0.05, "flush_s": 0.2})
     with quoting(settings, tiny[0]) as made:
         yield made
 
@@ -47,7 +53,14 @@ def lines(url: str, bodies: list[dict[str, Any]]) -> bytes:
 def test_every_endpoint_from_upload_to_bill(door: Quoting, tiny: tuple[Path, str]) -> None:
     planned, settings = door.planned, door.planned.context.settings
     world = World(settings, planned.db, planned.store)
+    ask = {"messages": [{"role": "user", "content": SHARED}], "max_tokens": 3, "ignore_eos": True}
     jobs = {
+        "/v1/chat/completions": [
+            {**ask, "n": 3, "logprobs": True, "top_logprobs": 2, "seed": 1},
+            {**ask, "logit_bias": {"5": 100}, "temperature": 0},
+            {**ask, "presence_penalty": 1.5, "min_p": 0.1, "repetition_penalty": 1.2},
+            {**ask, "best_of": 2},
+        ],
         "/v1/completions": [
             {"prompt": SHARED + "a", "max_tokens": 4, "temperature": 0},
             {"prompt": [SHARED + "b"], "max_tokens": 3, "ignore_eos": True, "n": 2, "logprobs": 1},
@@ -94,6 +107,7 @@ def test_every_endpoint_from_upload_to_bill(door: Quoting, tiny: tuple[Path, str
         worker.signalled()
         worker.drain()
     found: dict[str, list[dict[str, Any]]] = {}
+    auditor = Auditor(settings.database_url, world.store)
     for url, batch_id in batches.items():
         assert Finalizer(settings, world.db, world.store, "f").finalize(batch_id)
         world.judge(batch_id, Status.COMPLETED)
@@ -105,7 +119,18 @@ def test_every_endpoint_from_upload_to_bill(door: Quoting, tiny: tuple[Path, str
         assert sum(body["usage"]["cost_nanos"] for body in found[url]) == world.batch(batch_id).cost_nanos > 0
         quote = quotes[url]
         assert world.batch(batch_id).cost_nanos <= quote["cost"]["most_nanos"]
+        report = auditor.batch(batch_id)
+        assert report is not None and not report.differences
+    auditor.close()
 
+    three, biased, _ = (ChatCompletion.model_validate(body, strict=True) for body in found["/v1/chat/completions"])
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert three.usage is not None and biased.usage is not None
+    assert (three.usage.completion_tokens, biased.usage.completion_tokens) == (9, 3)
+    assert three.usage.prompt_tokens == biased.usage.prompt_tokens, "the prompt counts once"
+    for choice in three.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2, 2, 2]
     for completion in found["/v1/completions"]:
         shown = Completion.model_validate(completion, strict=True)
         assert shown.choices[0].finish_reason in ("stop", "length")

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError
 
-WEIGHT_BYTES = {"float32": 4, "bf16": 2, "int8": 1}
-WEIGHT_FORMATS = tuple(WEIGHT_BYTES)
+WEIGHT_FORMATS = ("float32", "bf16", "int8")
 KV_FORMATS = ("float32", "bf16", "int8")
 
 
@@ -33,7 +32,7 @@ class EngineConfig:
     `model`          path of a GGUF file or of a Hugging Face directory
     `block_tokens`   tokens a KV block holds
     `num_blocks`     KV blocks in the pool; None: as many as `kv_bytes` holds
-    `kv_bytes`       memory for KV; None: a share of what is free (engine/memory.py explains its answer)
+    `kv_bytes`       memory for KV; None: a share of what is free (engine/memory/plan.py explains its answer)
     `step_tokens`    most tokens computed in one step
     `max_running`    most sequences that decode in one step
     `threads`        CPU threads; None: all cores

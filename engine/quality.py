@@ -27,7 +27,7 @@ from engine.errors import ConfigError, EngineError
 from engine.load.fetch import locate
 from engine.load.meta import ModelMeta, read_meta
 from engine.load.weights import open_model
-from engine.memory import available_bytes
+from engine.memory.plan import available_bytes
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.sched.plan import Chunk, StepPlan

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.batch import build_inputs, resolve
 from engine.cache.pool import KVPool
@@ -15,15 +17,17 @@ from engine.errors import MemoryShortageError
 from engine.kernels import Matrix, Say, choose
 from engine.load.meta import read_meta
 from engine.load.weights import load_weights, open_model
-from engine.memory import MemoryPlan, available_bytes, plan_memory
+from engine.memory.plan import MemoryPlan, available_bytes, plan_memory
+from engine.memory.sizing import LOGIT_ROWS
 from engine.model.decoder import Decoder
 from engine.request import TokenLogprobs
 from engine.sample.logprobs import Likelihoods
+from engine.sample.masks import packed
 from engine.sample.sampler import SampleRow, sample
-from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult, TokenMasks
+from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
 
-LOGIT_ROWS = 128
-"""Rows whose logits exist at once: they are the widest tensors of a step."""
+Masks = Mapping[str, NDArray[np.int32]]
+"""Of a step; see StepPlan."""
 
 _NOT_FINITE = "The model's output for this request is not a number."
 _NO_MEMORY = "DefaultCPUAllocator"  # torch has a type of its own for the accelerator's memory only
@@ -152,7 +156,7 @@ class ModelRunner:
         return chunk.seq_id in self._last_failed and PLACEHOLDER in chunk.token_ids
 
     def _sample(
-        self, hidden: torch.Tensor, chunks: list[Chunk], masks: TokenMasks | None = None
+        self, hidden: torch.Tensor, chunks: list[Chunk], masks: Masks
     ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Ids for the wanted rows [R, hidden], in order; and the logprobs of rows that ask for them."""
         rows = [row for chunk in chunks for row in self._sample_rows(chunk, masks)]
@@ -161,13 +165,11 @@ class ModelRunner:
         greedy = [i for i, row in enumerate(rows) if row.is_argmax]
         others = [i for i, row in enumerate(rows) if not row.is_argmax]
         if greedy:
-            for i, token in zip(greedy, self._decoder.best(hidden[greedy]).tolist(), strict=True):
-                if token < 0:
-                    ids[i] = None
-                elif rows[i].may_come(token):
-                    ids[i] = token
-                else:  # seldom: a model that follows its form mostly knows what may come
-                    others.append(i)
+            greedy.sort(key=lambda i: not rows[i].is_masked)  # the head wants those with masks first
+            masked = [rows[i] for i in greedy if rows[i].is_masked]
+            allowed = torch.from_numpy(packed(masked, self.vocab_size)).to(hidden.device) if masked else None
+            for i, token in zip(greedy, self._decoder.best(hidden[greedy], allowed).tolist(), strict=True):
+                ids[i] = token if token >= 0 else None
         for start in range(0, len(others), LOGIT_ROWS):
             some = others[start : start + LOGIT_ROWS]
             logits, mine = self._decoder.logits(hidden[some]), [rows[i] for i in some]
@@ -178,10 +180,10 @@ class ModelRunner:
             logprobs |= {some[i]: found for i, found in likelihoods.of(drawn).items()}
         return ids, logprobs
 
-    def _sample_rows(self, chunk: Chunk, masks: TokenMasks | None) -> list[SampleRow]:
+    def _sample_rows(self, chunk: Chunk, masks: Masks) -> list[SampleRow]:
         first = chunk.logit_rows[0] if chunk.logit_rows else 0
         positions = [chunk.sample_position + row - first for row in chunk.logit_rows]
-        allowed = masks.row(chunk.seq_id) if masks is not None else None
+        allowed = masks.get(chunk.seq_id)
         history = (*chunk.history, *resolve(chunk, self._last_ids)) if chunk.params.has_penalties else ()
         return [
             SampleRow(

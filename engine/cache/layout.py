@@ -10,8 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-SCALE_BYTES = 4
-"""Of the scale that each token and head has in an int8 cache."""
+from engine.memory.formats import SCALE_BYTES
 
 
 class Layout(Protocol):

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.cache.layout import SCALE_BYTES, Layout
+from engine.cache.layout import Layout
 from engine.errors import EngineError
+from engine.memory import formats, sizing
 from engine.model.config import ModelConfig
 from engine.sched.plan import BlockCopy
 
@@ -33,10 +34,8 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def block_bytes(model: ModelConfig, kv_format: str, block_tokens: int) -> int:
-    """Bytes of one block, all layers, K and V."""
-    scale = SCALE_BYTES if kv_format == "int8" else 0
-    per_head = model.head_dim * DTYPES[kv_format].itemsize + scale
-    return 2 * model.num_layers * model.num_kv_heads * per_head * block_tokens
+    """Bytes of one block, all layers, K and V, as the memory planner counts them."""
+    return sizing.block_bytes(model, formats.kv_format(kv_format), block_tokens)
 
 
 class KVPool:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.load.fields import Fields
 from engine.load.meta import check_family, read_json
+from engine.memory.shape import ModelShape, decoder_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +55,32 @@ class ModelConfig:
             raise ModelError(f"A head of {self.head_dim} dimensions can't be rotated in pairs.")
 
     @property
+    def shape(self) -> ModelShape:
+        """What of it takes memory."""
+        return decoder_shape(
+            vocab_size=self.vocab_size,
+            hidden=self.hidden,
+            mlp=self.mlp,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            context_tokens=self.context_tokens,
+            is_tied=self.is_tied,
+            has_qkv_bias=self.has_qkv_bias,
+            has_out_bias=self.has_out_bias,
+            has_mlp_bias=self.has_mlp_bias,
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Weights of all matrices, biases and norms; a tied head counts once."""
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden * (query + 2 * kv) + query * self.hidden
-        biases = self.has_qkv_bias * (query + 2 * kv) + self.has_out_bias * self.hidden
-        biases += self.has_mlp_bias * (2 * self.mlp + self.hidden)
-        layer = attention + 3 * self.hidden * self.mlp + 2 * self.hidden + biases
-        return self.num_layers * layer + self.hidden + (1 if self.is_tied else 2) * self.vocab_size * self.hidden
+        return self.shape.num_parameters
 
 
 def config_from_directory(path: Path) -> ModelConfig:
     """Reads config.json. Raises ModelError naming what is missing or not supported."""
-    source = _Fields(read_json(path / "config.json"), path)
+    source = Fields(read_json(path / "config.json"), path)
     check_family(source.values.get("model_type"), path)
     if source.values.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path} uses the activation {source.values['hidden_act']!r}; only silu is supported.")
@@ -101,7 +116,7 @@ def config_from_gguf(
     `rope_table` holds the numbers of rope_freqs.weight, or nothing.
     """
     arch = check_family(fields.get("general.architecture"), path)
-    source = _Fields({key.removeprefix(f"{arch}."): value for key, value in fields.items()}, path)
+    source = Fields({key.removeprefix(f"{arch}."): value for key, value in fields.items()}, path)
     if source.values.get("expert_count", 0):
         raise ModelError(f"{path} is a mixture of experts, which is not supported.")
     heads, hidden = source.count("attention.head_count"), source.count("embedding_length")
@@ -129,33 +144,12 @@ def config_from_gguf(
     )
 
 
-class _Fields:
-    """Typed look-ups whose errors name the file and the field."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values = values
-        self.path = path
-
-    def count(self, key: str, *, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-            raise ModelError(f"{self.path} doesn't give a usable {key} (found {value!r}).")
-        return value
-
-    def number(self, key: str, *, default: float) -> float:
-        value = self.values.get(key, default)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ModelError(f"{self.path} doesn't give a usable {key} (found {value!r}).")
-        return float(value)
-
-
-def _scaling_of(rope: dict[str, Any], source: _Fields) -> RopeScaling | None:
+def _scaling_of(rope: dict[str, Any], source: Fields) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     # "dynamic" stretches only positions past max_position_embeddings, which we never serve
     if kind in ("default", "dynamic"):
         return None
-    fields = _Fields(rope, source.path)
+    fields = Fields(rope, source.path)
     if kind == "linear":
         return RopeScaling(kind="linear", factor=fields.number("factor", default=1.0))
     if kind == "llama3":
@@ -169,7 +163,7 @@ def _scaling_of(rope: dict[str, Any], source: _Fields) -> RopeScaling | None:
     raise ModelError(f"{source.path} scales its rotary positions by {kind!r}; supported: linear, llama3, dynamic.")
 
 
-def _gguf_scaling(source: _Fields, rope_table: tuple[float, ...]) -> RopeScaling | None:
+def _gguf_scaling(source: Fields, rope_table: tuple[float, ...]) -> RopeScaling | None:
     if rope_table:
         return RopeScaling(kind="table", table=rope_table)
     kind = source.values.get("rope.scaling.type", "none")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.cache.pool import block_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
-from engine.memory import KV_SHARE, available_bytes, plan_memory
+from engine.memory.plan import KV_SHARE, available_bytes, plan_memory
 from engine.model.config import ModelConfig
 
 MODEL = ModelConfig(
@@ -63,7 +63,7 @@ def test_the_answer_is_explained_in_one_sentence() -> None:
 
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelError, match=r"needs 257 MiB for weights .* only 100 MiB of memory is free"):
+    with pytest.raises(ModelError, match=r"needs 311 MiB for weights .* only 100 MiB of memory is free"):
         plan_memory(config(), MODEL, available=100 << 20)
     with pytest.raises(ConfigError, match="kv_bytes is 1000"):
         plan_memory(config(kv_bytes=1000), MODEL, available=GIB)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from engine.cache.pool import DTYPES, block_bytes
-from engine.config import WEIGHT_BYTES, EngineConfig
+from engine.config import WEIGHT_FORMATS, EngineConfig
 from engine.errors import ConfigError, ModelError
+from engine.memory.formats import KvFormat, kv_format, weight_format
+from engine.memory.sizing import block_bytes, weight_parts, workspace_bytes
 from engine.model.config import ModelConfig
 
 KV_SHARE = 0.25
@@ -50,9 +52,10 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> MemoryPlan:
     """Decides the number of KV blocks. Raises ConfigError or ModelError when nothing useful fits."""
-    per_block = block_bytes(model, config.kv_format, config.block_tokens)
-    weights = model.num_parameters * WEIGHT_BYTES[config.weight_format]
-    workspace = _workspace_bytes(config, model)
+    kv = kv_format(config.kv_format)
+    per_block = block_bytes(model, kv, config.block_tokens)
+    weights = _weight_bytes(model, config.weight_format)
+    workspace = _workspace_bytes(config, model, kv)
     useful = config.max_running * -(-model.context_tokens // config.block_tokens)
     if config.num_blocks is not None:
         num_blocks, why = config.num_blocks, "as configured"
@@ -61,12 +64,12 @@ def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> 
         if num_blocks < 2:
             raise ConfigError(f"kv_bytes is {config.kv_bytes}; two KV blocks of this model take {2 * per_block}.")
     else:
-        rest = available - weights - workspace
-        if rest * KV_SHARE < 2 * per_block:
+        if available < _least_bytes(config, model, config.weight_format, kv):
             raise ModelError(
                 f"The model needs {_mib(weights)} for weights and {_mib(workspace)} for workspace, "
-                f"but only {_mib(available)} of memory is free."
+                f"but only {_mib(available)} of memory is free; {_way_out(config, model, available)}."
             )
+        rest = available - weights - workspace
         num_blocks, why = int(rest * KV_SHARE) // per_block, f"{KV_SHARE:.0%} of the {_mib(rest)} left beside them"
         if num_blocks > useful:
             num_blocks, why = useful, f"all that {config.max_running} sequences of full context can use"
@@ -83,12 +86,39 @@ def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> 
     )
 
 
-def _workspace_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Most that a step's activations, gathered KV and logits take at once; an estimate from above."""
-    row = 4 * (2 * model.hidden + 3 * model.mlp + 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    kv_slot = 2 * model.num_kv_heads * model.head_dim * DTYPES[config.kv_format].itemsize
-    logits = 12 * min(config.max_running, 128) * model.vocab_size
-    return config.step_tokens * row + max(64 << 20, model.context_tokens * kv_slot) + logits
+def _weight_bytes(model: ModelConfig, weights: str) -> int:
+    """As the engine keeps them: it packs a head of its own even where the head is the embedding."""
+    return weight_parts(model.shape, weight_format(weights), packs_head=True).total
+
+
+def _workspace_bytes(config: EngineConfig, model: ModelConfig, kv: KvFormat) -> int:
+    return workspace_bytes(
+        model.shape,
+        kv,
+        step_tokens=config.step_tokens,
+        max_running=config.max_running,
+        context_tokens=model.context_tokens,
+    )
+
+
+def _least_bytes(config: EngineConfig, model: ModelConfig, weights: str, kv: KvFormat) -> int:
+    """Of free memory, of which the share for KV holds two blocks."""
+    blocks = math.ceil(2 * block_bytes(model, kv, config.block_tokens) / KV_SHARE)
+    return _weight_bytes(model, weights) + _workspace_bytes(config, model, kv) + blocks
+
+
+def _way_out(config: EngineConfig, model: ModelConfig, available: int) -> str:
+    """The formats that would fit, the least narrow first; else what the narrowest needs."""
+    needed = {
+        (weights, kv): _least_bytes(config, model, weights, kv_format(kv))
+        for weights in WEIGHT_FORMATS
+        for kv in (config.kv_format, "int8")
+    }
+    weights, kv = max((pair for pair in needed if needed[pair] <= available), key=needed.__getitem__, default=("", ""))
+    if weights:
+        return f"{weights} weights with {kv} KV would fit, with {_mib(needed[weights, kv])}"
+    (weights, kv), least = min(needed.items(), key=lambda item: item[1])
+    return f"even {weights} weights with {kv} KV need {_mib(least)}"
 
 
 def _mib(size: int) -> str:

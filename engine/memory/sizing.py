@@ -1,0 +1,141 @@
+"""How many bytes a model takes by purpose: the one arithmetic behind `models size` and the engine's own pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.memory.formats import KvFormat, WeightFormat
+from engine.memory.shape import Matrix, ModelShape
+
+LOGIT_ROWS = 128
+"""Rows whose logits exist at once: they are the widest tensors of a step."""
+
+_GATHER_BYTES = 64 << 20  # least scratch memory for the KV of sequences that are attended together
+
+
+class Parts(NamedTuple):
+    """Bytes of numbers and of the scales (and zero points) beside them."""
+
+    values: int
+    scales: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.values + self.scales
+
+    def plus(self, other: Parts) -> Parts:
+        return Parts(self.values + other.values, self.scales + other.scales)
+
+    def times(self, count: int) -> Parts:
+        return Parts(self.values * count, self.scales * count)
+
+
+class KvShape(Protocol):
+    """What of a decoder its cache depends on."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`concurrency` sequences of `context_tokens` each, and the formats they run in."""
+
+    context_tokens: int
+    concurrency: int
+    weights: WeightFormat
+    kv: KvFormat
+    block_tokens: int = 16
+    step_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Bytes by purpose. `workspace_bytes` is needed on each card, beside its part of the total.
+
+    `read_bytes`: what a step of decoding reads of the weights.
+    """
+
+    weights: Parts
+    kv: Parts
+    workspace_bytes: int
+    read_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights and KV, with their scales."""
+        return self.weights.total + self.kv.total
+
+
+def demand(shape: ModelShape, workload: Workload) -> Demand:
+    """What the workload takes."""
+    sequence = sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
+    weights = weight_parts(shape, workload.weights)
+    looked_up = 0 if shape.is_tied or workload.weights.is_stored else shape.embedding * workload.weights.plain_bytes
+    return Demand(
+        weights=weights,
+        kv=sequence.times(workload.concurrency),
+        workspace_bytes=workspace_bytes(
+            shape,
+            workload.kv,
+            step_tokens=workload.step_tokens,
+            max_running=workload.concurrency,
+            context_tokens=workload.context_tokens,
+        ),
+        read_bytes=weights.total - looked_up,
+    )
+
+
+def weight_parts(shape: ModelShape, form: WeightFormat, *, packs_head: bool = False) -> Parts:
+    """Of all weights. A head of its own is a second copy of a tied embedding: where the format quantizes it, or where
+    the kernels pack it (`packs_head`)."""
+    if form.is_stored:
+        assert shape.stored_bytes is not None, "only a file has stored weights"
+        return Parts(shape.stored_bytes)
+    sum_of = Parts((shape.embedding + shape.vectors) * form.plain_bytes)
+    for matrix in shape.matrices:
+        sum_of = sum_of.plus(_matrix_parts(matrix, form))
+    if shape.head is None:
+        return sum_of
+    is_quantized = form.scale_bits > 0 and not form.keeps_head
+    if is_quantized:
+        return sum_of.plus(_matrix_parts(shape.head, form))
+    return sum_of.plus(Parts(shape.head.elements * form.plain_bytes)) if packs_head or not shape.is_tied else sum_of
+
+
+def block_bytes(shape: KvShape, kv: KvFormat, block_tokens: int) -> int:
+    """Of one block of the pool: keys and values of all layers, and their scales."""
+    return _slot_parts(shape, kv).times(shape.num_layers * block_tokens).total
+
+
+def sequence_parts(shape: ModelShape, kv: KvFormat, context_tokens: int, block_tokens: int) -> Parts:
+    """Of the KV of one sequence in whole blocks. Layers with a window keep only the blocks that it can touch."""
+    blocks = -(-context_tokens // block_tokens)
+    in_window = min(blocks, -(-(shape.window - 1) // block_tokens) + 1) if shape.window_layers else 0
+    layer_blocks = (shape.num_layers - shape.window_layers) * blocks + shape.window_layers * in_window
+    return _slot_parts(shape, kv).times(layer_blocks * block_tokens)
+
+
+def workspace_bytes(shape: ModelShape, kv: KvFormat, *, step_tokens: int, max_running: int, context_tokens: int) -> int:
+    """Most that a step's activations, gathered KV and logits take at once; an estimate from above."""
+    row = 4 * (2 * shape.hidden + 3 * shape.mlp + 2 * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    gathered = context_tokens * 2 * shape.num_kv_heads * shape.head_dim * kv.value_bytes
+    logits = 12 * min(max_running, LOGIT_ROWS) * shape.vocab_size
+    return step_tokens * row + max(_GATHER_BYTES, gathered) + logits
+
+
+def _slot_parts(shape: KvShape, kv: KvFormat) -> Parts:
+    """Of one token in one layer: K and V."""
+    heads = 2 * shape.num_kv_heads
+    return Parts(heads * shape.head_dim * kv.value_bytes, heads * kv.scale_bytes)
+
+
+def _matrix_parts(matrix: Matrix, form: WeightFormat) -> Parts:
+    values = -(-matrix.elements * form.bits // 8)
+    groups = matrix.rows * (-(-matrix.columns // form.group) if form.group else 1)
+    return Parts(values, -(-groups * (form.scale_bits + form.zero_bits) // 8))

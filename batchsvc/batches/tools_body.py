@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from batchsvc.batches.body_values import boolean, wrong
 from batchsvc.batches.structure_body import NAME, checked_spec, closed
 from engine.errors import RequestError
@@ -94,8 +96,8 @@ def _message_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(where, "an object with id, type and function", call)
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError, RecursionError):
+        arguments = orjson.loads(function.get("arguments") or "{}")  # as strict as the body around it
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise wrong(f"{where}.function.arguments", "the JSON text of an object", function.get("arguments"))

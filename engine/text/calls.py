@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-_HERMES_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, UTF-8 can't
 
 
 class CallFormat(StrEnum):
@@ -35,6 +35,22 @@ class Parsed(NamedTuple):
     calls: tuple[Call, ...]
 
 
+class _Marks(NamedTuple):
+    """What stands around a call and between two of them, and what its arguments are called."""
+
+    opening: str
+    closing: str
+    between: str
+    arguments: str
+
+
+_MARKS = {
+    CallFormat.HERMES: _Marks("<tool_call>", "</tool_call>", "", "arguments"),
+    CallFormat.LLAMA3: _Marks("", "", ";", "parameters"),
+    CallFormat.JSON: _Marks("", "", ";", "arguments"),
+}
+
+
 def format_of(template: str) -> CallFormat | None:
     """The format that a chat template teaches its model; None: none that we can read."""
     if "<tool_call>" in template:
@@ -48,43 +64,45 @@ def format_of(template: str) -> CallFormat | None:
 
 def parse_calls(answer: str, call_format: CallFormat) -> Parsed:
     """The calls of an answer. One that holds anything that isn't a whole call is all text."""
-    if call_format is CallFormat.HERMES:
-        first = answer.find("<tool_call>")
-        if first < 0 or _HERMES_CALL.sub("", answer[first:]).strip():
-            return Parsed(answer, ())
-        calls = [_call(text, "arguments") for text in _HERMES_CALL.findall(answer)]
-        before = answer[:first].strip()
-    else:
-        calls, before = _plain_calls(answer, "parameters" if call_format is CallFormat.LLAMA3 else "arguments"), ""
-    known = tuple(call for call in calls if call is not None)
-    return Parsed(before, known) if known and len(known) == len(calls) else Parsed(answer, ())
-
-
-def _plain_calls(answer: str, key: str) -> list[Call | None]:
-    calls: list[Call | None] = []
-    rest = answer.strip()
-    decoder = json.JSONDecoder()
-    while rest:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [None]
-        calls.append(_as_call(value, key))
-        rest = rest[end:].strip()
-        if rest and not rest.startswith(";"):
-            return [None]
-        rest = rest[1:].strip()
-    return calls
-
-
-def _call(text: str, key: str) -> Call | None:
+    marks = _MARKS[call_format]
+    start = max(answer.find(marks.opening), 0)
     try:
-        return _as_call(json.loads(text), key)
+        calls = _read(answer[start:].strip(), marks)
     except (ValueError, RecursionError):
-        return None
+        calls = ()
+    return Parsed(answer[:start].strip(), calls) if calls else Parsed(answer, ())
 
 
-def _as_call(value: Any, key: str) -> Call | None:
+def _read(rest: str, marks: _Marks) -> tuple[Call, ...]:
+    """Call by call, each character once: what a model writes must not cost more than it is long. Raises ValueError
+    where something else stands."""
+    calls: list[Call] = []
+    while rest:
+        value, end = _DECODER.raw_decode(_after(marks.opening, rest))
+        calls.append(_as_call(value, marks.arguments))
+        rest = _after(marks.closing, _after(marks.opening, rest)[end:].lstrip())
+        if rest:
+            rest = _after(marks.between, rest)
+    return tuple(calls)
+
+
+def _after(mark: str, text: str) -> str:
+    if not text.startswith(mark):
+        raise ValueError(f"{mark} is missing")
+    return text[len(mark) :].lstrip()
+
+
+def _as_call(value: Any, key: str) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
-        return None
-    return Call(value["name"], json.dumps(value[key], ensure_ascii=False))
+        raise ValueError("that is no call")
+    if _HALF_PAIR.search(value["name"]):
+        raise ValueError("no tool has such a name")
+    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
+    return Call(value["name"], json.dumps(value[key]) if _HALF_PAIR.search(arguments) else arguments)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

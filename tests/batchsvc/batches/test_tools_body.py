@@ -148,6 +148,15 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) ->
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("arguments", ["{", "[]", '{"x": NaN}', '{"x": "\\ud800"}', '{"x":' * 2_000, {"x": 1}, 7])
+def test_arguments_of_earlier_calls_are_read_as_strictly_as_the_body(arguments: Any) -> None:
+    """What gets by here is rendered into a prompt, and half a character can't be tokenized."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(RequestError) as refused:
+        parse(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert refused.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
 def test_arguments_that_can_not_be_followed_name_their_tool(hermes: TextModel) -> None:
     bad = {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"not": {}}}}}}
     with pytest.raises(RequestError, match="not") as refused:

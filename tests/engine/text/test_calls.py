@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,11 @@ HERMES = f"<tool_call>\n{ONE}\n</tool_call>"
         ("llama3", '{"name": "f", "parameters": {}} no', '{"name": "f", "parameters": {}} no', []),
         ("llama3", "Hello", "Hello", []),
         ("json", ONE, "", ["f"]),
+        ("hermes", HERMES.replace('"</b> ü"', '"</tool_call>"'), "", ["f"]),
+        ("hermes", HERMES.replace('"</b> ü"', "NaN"), HERMES.replace('"</b> ü"', "NaN"), []),
+        ("hermes", HERMES.replace('"</b> ü"', "1e999"), HERMES.replace('"</b> ü"', "1e999"), []),
+        ("hermes", "<tool_call>" + " " * 30_000, "<tool_call>" + " " * 30_000, []),
+        ("hermes", "<tool_call>" * 3_000, "<tool_call>" * 3_000, []),
         ("json", "[" * 100_000, "[" * 100_000, []),
         ("json", "", "", []),
     ],
@@ -47,6 +53,14 @@ def test_arguments_stay_json() -> None:
     (call,) = parse_calls(HERMES, CallFormat.HERMES).calls
     assert call == Call("f", '{"x": "</b> ü"}')
     assert json.loads(call.arguments) == {"x": "</b> ü"}
+
+
+def test_half_a_character_in_an_argument_can_be_written_down() -> None:
+    (call,) = parse_calls(HERMES.replace("ü", "\\ud800"), CallFormat.HERMES).calls
+    assert json.loads(call.arguments) == {"x": "</b> \ud800"}
+    assert orjson.loads(orjson.dumps(call.arguments)) == call.arguments
+    named = HERMES.replace('"f"', '"f\\ud800"')
+    assert parse_calls(named, CallFormat.HERMES) == (named, ())
 
 
 def test_templates_tell_their_format() -> None:

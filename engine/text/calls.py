@@ -93,12 +93,11 @@ def _after(mark: str, text: str) -> str:
 
 
 def _as_call(value: Any, key: str) -> Call:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
-        raise ValueError("that is no call")
-    if _HALF_PAIR.search(value["name"]):
-        raise ValueError("no tool has such a name")
-    arguments = json.dumps(value[key], ensure_ascii=False, allow_nan=False)
-    return Call(value["name"], json.dumps(value[key]) if _HALF_PAIR.search(arguments) else arguments)
+    match value:
+        case {"name": str(name), **rest} if isinstance(rest.get(key), dict) and not _HALF_PAIR.search(name):
+            arguments = json.dumps(rest[key], ensure_ascii=False, allow_nan=False)
+            return Call(name, json.dumps(rest[key]) if _HALF_PAIR.search(arguments) else arguments)
+    raise ValueError("that is no call")
 
 
 def _refuse(name: str) -> NoReturn:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from enum import StrEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+import orjson
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, UTF-8 can't
 
@@ -95,13 +97,10 @@ def _after(mark: str, text: str) -> str:
 def _as_call(value: Any, key: str) -> Call:
     match value:
         case {"name": str(name), **rest} if isinstance(rest.get(key), dict) and not _HALF_PAIR.search(name):
-            arguments = json.dumps(rest[key], ensure_ascii=False, allow_nan=False)
-            return Call(name, json.dumps(rest[key]) if _HALF_PAIR.search(arguments) else arguments)
+            arguments = _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", json.dumps(rest[key], ensure_ascii=False))
+            orjson.loads(arguments)  # raises for numbers that only Python holds
+            return Call(name, arguments)
     raise ValueError("that is no call")
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder()

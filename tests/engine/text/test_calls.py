@@ -32,6 +32,7 @@ HERMES = f"<tool_call>\n{ONE}\n</tool_call>"
         ("hermes", HERMES.replace('"</b> ü"', '"</tool_call>"'), "", ["f"]),
         ("hermes", HERMES.replace('"</b> ü"', "NaN"), HERMES.replace('"</b> ü"', "NaN"), []),
         ("hermes", HERMES.replace('"</b> ü"', "1e999"), HERMES.replace('"</b> ü"', "1e999"), []),
+        ("hermes", HERMES.replace('"</b> ü"', "9" * 400), HERMES.replace('"</b> ü"', "9" * 400), []),
         ("hermes", "<tool_call>" + " " * 30_000, "<tool_call>" + " " * 30_000, []),
         ("hermes", "<tool_call>" * 3_000, "<tool_call>" * 3_000, []),
         ("json", "[" * 100_000, "[" * 100_000, []),
@@ -55,9 +56,9 @@ def test_arguments_stay_json() -> None:
     assert json.loads(call.arguments) == {"x": "</b> ü"}
 
 
-def test_half_a_character_in_an_argument_can_be_written_down() -> None:
+def test_half_a_character_in_an_argument_is_replaced_as_broken_text_is() -> None:
     (call,) = parse_calls(HERMES.replace("ü", "\\ud800"), CallFormat.HERMES).calls
-    assert json.loads(call.arguments) == {"x": "</b> \ud800"}
+    assert json.loads(call.arguments) == {"x": "</b> \N{REPLACEMENT CHARACTER}"}
     assert orjson.loads(orjson.dumps(call.arguments)) == call.arguments
     named = HERMES.replace('"f"', '"f\\ud800"')
     assert parse_calls(named, CallFormat.HERMES) == (named, ())

@@ -10,11 +10,12 @@ import typer
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.size import size
 from batchsvc.cli.target import absolute_model, opened, select
 from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
-app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias, size.", rich_markup_mode=None)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, or hf:owner/name.")]
 
@@ -99,3 +100,6 @@ def alias(
             made = admin.alias(name, spelled)
     console.out(f"{made['id']} means {made['alias_of']}.")
     console.result(made)
+
+
+app.command()(size)

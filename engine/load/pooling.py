@@ -15,8 +15,8 @@ from engine.request import Pooling
 
 _MODULES = "modules.json"
 _POOLING_TYPE = "sentence_transformers.models.Pooling"
-_GGUF_TYPES = {1: Pooling.MEAN, 3: Pooling.LAST}
-_UNSAID = (None, 0)  # GGUF: no pooling, which is what files of plain decoders say
+_GGUF_TYPES = {0: Pooling.LAST, 1: Pooling.MEAN, 3: Pooling.LAST}
+"""0 means no pooling, which is what files of plain decoders say."""
 
 
 def pooling_files(path: Path) -> list[Path]:
@@ -34,6 +34,8 @@ def directory_pooling(path: Path) -> Pooling | None:
     if found is None or not (found / "config.json").is_file():
         return None
     config = _read(found / "config.json")
+    if not isinstance(config, dict):
+        return None
     modes = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
     chosen = [name for name in config if name.startswith("pooling_mode_") and config[name] is True]
     if chosen:
@@ -45,7 +47,9 @@ def directory_pooling(path: Path) -> Pooling | None:
 def gguf_pooling(fields: dict[str, Any], family: str) -> Pooling | None:
     """Of a GGUF file."""
     kind = fields.get(f"{family}.pooling_type")
-    return Pooling.LAST if kind in _UNSAID else _GGUF_TYPES.get(kind)
+    if kind is None:
+        return Pooling.LAST
+    return _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
 
 
 def _module_directory(path: Path) -> Path | None:
@@ -55,7 +59,7 @@ def _module_directory(path: Path) -> Path | None:
     for module in modules if isinstance(modules, list) else ():
         if isinstance(module, dict) and module.get("type") == _POOLING_TYPE:
             name = module.get("path")
-            if isinstance(name, str) and Path(name).name == name:  # a folder of the model, nothing outside it
+            if isinstance(name, str) and Path(name).name == name != "..":  # a folder of the model, nothing outside it
                 return path / name
     return None
 

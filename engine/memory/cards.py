@@ -14,7 +14,7 @@ _MOST_DIGITS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """`price_nanos` an hour: a default to reckon with, near what clouds ask for one card; None if we know none."""
+    """`price_nanos` an hour: a round number to reckon with until one says, nobody's offer; None if there is none."""
 
     name: str
     memory_bytes: int
@@ -22,8 +22,7 @@ class Card:
     price_nanos: int | None
 
     def __str__(self) -> str:
-        size = f"{Decimal(self.memory_bytes) / GB:f}".rstrip("0").rstrip(".")
-        return f"{self.name} ({size} GB)"
+        return f"{self.name} ({self.memory_bytes / GB:g} GB)"
 
 
 def _card(name: str, gb: int, gb_per_s: int, dollars: str) -> Card:

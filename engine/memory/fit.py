@@ -97,7 +97,7 @@ def ways_out(shape: ModelShape, workload: Workload, card: Card, cards: int) -> l
         found.append(_way("context", shape, shorter, cards, f"contexts of {context:,} tokens"))
     needed = cards_needed(demand(shape, workload), card)
     if needed is not None:
-        found.append(_way("cards", shape, workload, needed, f"{needed} x {card}"))
+        found.append(_way("cards", shape, workload, needed, f"{needed:,} x {card}"))
     return found
 
 
@@ -134,7 +134,7 @@ def _way(kind: str, shape: ModelShape, workload: Workload, cards: int, sentence:
 
 
 def _formats(workload: Workload) -> str:
-    return f"{workload.weights} weights and {workload.kv} KV"
+    return f"weights in {workload.weights} and KV in {workload.kv}"
 
 
 def _sequences(workload: Workload) -> str:

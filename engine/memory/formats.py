@@ -10,7 +10,7 @@ GROUPS = (32, 64, 128)
 """Columns that may share a scale."""
 
 _GROUP_SCALE_BITS = 16
-_ROW_SCALE_BITS = 32
+_ROW_SCALE_BITS = 32  # also of the groups that our own kernels read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,9 @@ class WeightFormat:
     is_stored: bool = False
 
     def __str__(self) -> str:
-        group = f" in groups of {self.group}" if self.group else ""
-        return f"{self.name}{group}" + (" with zero points" if self.zero_bits else "")
+        if self.group is None:
+            return self.name
+        return f"{self.name} (groups of {self.group}{' with zero points' if self.zero_bits else ''})"
 
     @property
     def plain_bytes(self) -> int:
@@ -63,6 +64,8 @@ _WEIGHTS = {
     "int8": WeightFormat(name="int8", bits=8, scale_bits=_ROW_SCALE_BITS),
     "fp8": WeightFormat(name="fp8", bits=8, scale_bits=_ROW_SCALE_BITS),
     "int4": WeightFormat(name="int4", bits=4, group=128, scale_bits=_GROUP_SCALE_BITS, keeps_head=True),
+    "w8a16": WeightFormat(name="w8a16", bits=8, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
+    "w4a16": WeightFormat(name="w4a16", bits=4, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
     "stored": WeightFormat(name="stored", bits=0, is_stored=True),
 }
 _WEIGHT_ALIASES = {"32": "float32", "16": "bf16", "fp16": "bf16", "8": "int8", "4": "int4"}

@@ -86,9 +86,9 @@ def config_from_directory(path: Path) -> ModelConfig:
         raise ModelError(f"{path} uses the activation {source.values['hidden_act']!r}; only silu is supported.")
     heads, hidden = source.count("num_attention_heads"), source.count("hidden_size")
     # transformers 5 writes rope_parameters; older files have rope_theta beside rope_scaling
-    rope = source.values.get("rope_parameters") or source.values.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", source.values.get("rope_theta", 10000.0))
-    has_attention_bias = bool(source.values.get("attention_bias", False))
+    rope = source.nested("rope_parameters") or source.nested("rope_scaling") or {}
+    theta = Fields(rope, path).number("rope_theta", default=source.number("rope_theta", default=10000.0))
+    has_attention_bias = source.flag("attention_bias")
     return ModelConfig(
         vocab_size=source.count("vocab_size"),
         hidden=hidden,
@@ -99,12 +99,12 @@ def config_from_directory(path: Path) -> ModelConfig:
         head_dim=source.count("head_dim", default=hidden // heads),
         context_tokens=source.count("max_position_embeddings"),
         norm_eps=source.number("rms_norm_eps", default=1e-6),
-        rope_theta=float(theta),
+        rope_theta=theta,
         rope_scaling=_scaling_of(rope, source),
-        is_tied=bool(source.values.get("tie_word_embeddings", False)),
+        is_tied=source.flag("tie_word_embeddings"),
         has_qkv_bias=has_attention_bias,
         has_out_bias=has_attention_bias,
-        has_mlp_bias=bool(source.values.get("mlp_bias", False)),
+        has_mlp_bias=source.flag("mlp_bias"),
     )
 
 
@@ -117,7 +117,8 @@ def config_from_gguf(
     """
     arch = check_family(fields.get("general.architecture"), path)
     source = Fields({key.removeprefix(f"{arch}."): value for key, value in fields.items()}, path)
-    if source.values.get("expert_count", 0):
+    experts = source.values.get("expert_count", 0)
+    if not isinstance(experts, int) or experts:
         raise ModelError(f"{path} is a mixture of experts, which is not supported.")
     heads, hidden = source.count("attention.head_count"), source.count("embedding_length")
     head_dim = source.count("attention.key_length", default=hidden // heads)
@@ -166,7 +167,7 @@ def _scaling_of(rope: dict[str, Any], source: Fields) -> RopeScaling | None:
 def _gguf_scaling(source: Fields, rope_table: tuple[float, ...]) -> RopeScaling | None:
     if rope_table:
         return RopeScaling(kind="table", table=rope_table)
-    kind = source.values.get("rope.scaling.type", "none")
+    kind = source.text("rope.scaling.type", default="none")
     if kind == "none":
         return None
     if kind == "linear":

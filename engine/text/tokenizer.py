@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import ModelError
+from engine.load.fields import Fields
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -54,24 +56,27 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, fields: dict[str, Any], path: Path) -> Tokenizer:
         """Builds the tokenizer that a GGUF file describes. Raises ModelError for a kind we don't know."""
-        kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+        source = Fields(fields, path)
+        kind = source.text("tokenizer.ggml.model", default="")
+        pre = source.text("tokenizer.ggml.pre", default="")
         if kind != "gpt2":
             raise ModelError(
                 f"{path} has a tokenizer of the kind {kind!r}; only 'gpt2' (byte-level BPE) is supported in GGUF."
             )
-        if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
+        if pre not in _PRE_TOKENIZERS:
             known = ", ".join(_PRE_TOKENIZERS)
             raise ModelError(f"{path} names the pre-tokenizer {pre!r}, which we don't know; known: {known}.")
-        tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
-        if not isinstance(tokens, list) or not isinstance(merges, list):
+        tokens, merges = source.texts("tokenizer.ggml.tokens"), source.texts("tokenizer.ggml.merges")
+        if tokens is None or merges is None:
             raise ModelError(f"{path} carries no complete tokenizer (tokens or merges are missing).")
-        kinds = fields.get("tokenizer.ggml.token_type")
-        kinds = [1] * len(tokens) if kinds is None else list(kinds)
+        given = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+        kinds = [int(kind) for kind in given if isinstance(kind, int | np.integer)] if np.iterable(given) else []
         if len(kinds) != len(tokens):
             raise ModelError(f"{path} has {len(tokens)} tokens but {len(kinds)} token types.")
         vocab = {token: i for i, token in enumerate(tokens)}
-        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-        if any(len(pair) != 2 or "".join(pair) not in vocab for pair in pairs) or len(vocab) != len(tokens):
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+        is_broken = any(" " not in merge or merge.replace(" ", "", 1) not in vocab for merge in merges)
+        if is_broken or len(vocab) != len(tokens):
             raise ModelError(f"{path} has a broken tokenizer: a merge or a token doesn't fit its vocabulary.")
         try:
             backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
@@ -90,6 +95,10 @@ class Tokenizer:
         )
         _surround(backend, fields, tokens)
         return cls(backend)
+
+    def save(self, path: Path) -> None:
+        """Writes it as a tokenizer.json."""
+        self._backend.save(str(path))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; the texts of special tokens become their ids, nothing is added around."""
@@ -146,6 +155,8 @@ def _surround(backend: tokenizers.Tokenizer, fields: dict[str, Any], tokens: lis
     for name in ("bos", "eos"):
         token_id = fields.get(f"tokenizer.ggml.{name}_token_id")
         if fields.get(f"tokenizer.ggml.add_{name}_token") is True and isinstance(token_id, int):
+            if not 0 <= token_id < len(tokens):
+                raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id}; there are {len(tokens)} tokens.")
             around[name] = (tokens[token_id], token_id)
     if around:
         pieces = [around.get("bos", ("",))[0], "$A", around.get("eos", ("",))[0]]

@@ -109,6 +109,10 @@ BROKEN = {
     "a tensor past the end": header(1, 0, tensor([4], offset=1 << 40) + bytes(64)),
     "a tensor at an odd offset": header(1, 0, tensor([4], offset=1) + bytes(640)),
     "the same tensor twice": header(2, 0, tensor([4]) * 2 + bytes(640)),
+    "pieces that are no number": header(0, 1, text("split.count") + struct.pack("<I", 8) + text("three") + bytes(64)),
+    "an alignment that is no number": header(
+        0, 1, text("general.alignment") + struct.pack("<I", 8) + text("wide") + bytes(64)
+    ),
     "one piece of several": header(0, 1, text("split.count") + struct.pack("<IH", 2, 3) + bytes(64)),
 }
 

@@ -91,7 +91,7 @@ def test_the_named_pre_tokenizer_splits_as_its_models_expect(
     ("changes", "says"),
     [
         ({"tokenizer.ggml.pre": "poro-chat"}, "pre-tokenizer 'poro-chat'"),
-        ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
+        ({"tokenizer.ggml.pre": None}, "pre-tokenizer ''"),
         ({"tokenizer.ggml.model": "llama"}, "kind 'llama'"),
         ({"tokenizer.ggml.merges": None}, "merges are missing"),
         ({"tokenizer.ggml.merges": ["xx yy"]}, "doesn't fit"),

@@ -13,6 +13,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.memory.plan import KV_SHARE, available_bytes, plan_memory
 from engine.model.config import ModelConfig
+from tests.engine.stepping import make_runner
+from tests.tiny import make_tiny_model
 
 MODEL = ModelConfig(
     vocab_size=49152,
@@ -65,8 +67,28 @@ def test_the_answer_is_explained_in_one_sentence() -> None:
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelError, match=r"needs 311 MiB for weights .* only 100 MiB of memory is free"):
         plan_memory(config(), MODEL, available=100 << 20)
+    with pytest.raises(ModelError, match=r"even int8 weights with int8 KV need \d+ MiB\.$"):
+        plan_memory(config(), MODEL, available=100 << 20)
+    with pytest.raises(ModelError, match=r"int8 weights with bf16 KV would fit, with 382 MiB\.$"):
+        plan_memory(config(), MODEL, available=450 << 20)
     with pytest.raises(ConfigError, match="kv_bytes is 1000"):
         plan_memory(config(kv_bytes=1000), MODEL, available=GIB)
+
+
+@pytest.mark.parametrize("weight_format", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weights_are_counted_as_the_engine_holds_them(tmp_path: Path, weight_format: str, is_tied: bool) -> None:
+    model = make_tiny_model(tmp_path / "m", hidden=128, mlp=256, vocab_size=512, tied=is_tied)
+    runner = make_runner(model, weight_format=weight_format, num_blocks=2)
+    weights = runner._decoder._weights
+    tensors = [weights.embedding, weights.norm, weights.head.packed, weights.head.scale]
+    for layer in weights.layers:
+        tensors += [layer.attention_norm, layer.mlp_norm]
+        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            tensors += [matrix.packed, matrix.scale, matrix.bias]
+    held = sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+    norms = sum(4 * tensor.numel() for tensor in tensors if tensor is not None and tensor.ndim == 1)
+    assert held - norms <= runner.memory.weight_bytes <= held
 
 
 def container(path: Path, limit: str) -> Path:

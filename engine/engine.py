@@ -208,7 +208,7 @@ class Engine:
             self._say(f"Memory did not suffice for a step of {plan.num_tokens} tokens; the next ones are smaller.")
             return self.scheduler.take_finished()
         self._logprobs = {seq_id: iter(found) for seq_id, found in result.logprobs.items()}
-        return self.scheduler.commit(plan, self._forms.checked(plan, result))
+        return self.scheduler.commit(plan, self._forms.follow(plan, result))
 
     def _take_in(self) -> None:
         for item in self._intake.take():
@@ -243,6 +243,8 @@ class Engine:
         answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids, matcher)
         max_outputs = min(request.params.max_tokens, self._context_tokens - len(request.prompt_ids))
         for count, token_id in enumerate(request.resume_ids, 1):
+            if matcher is not None:
+                matcher.push(token_id)
             reason = answer.push(token_id) or (FinishReason.LENGTH if count >= max_outputs else None)
             if reason is not None:
                 self._hand_out(request, request.resume_ids[:count], request.resume_hit_tokens, reason)
@@ -367,7 +369,7 @@ class _Answer:
             return None
         piece = self._detokenizer.push(token_id)
         self._pieces.append(self._stops.push(piece) if may_end else piece)
-        is_complete = self._matcher is not None and self._matcher.push(token_id)
+        is_complete = self._matcher is not None and self._matcher.is_complete
         return FinishReason.STOP if self._stops.is_stopped or is_complete else None
 
     def text(self) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import build_inputs, resolve
 from engine.cache.pool import KVPool
@@ -24,10 +22,7 @@ from engine.request import TokenLogprobs
 from engine.sample.logprobs import Likelihoods
 from engine.sample.masks import packed
 from engine.sample.sampler import SampleRow, sample
-from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
-
-Masks = Mapping[str, NDArray[np.int32]]
-"""Of a step; see StepPlan."""
+from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult, TokenMasks
 
 _NOT_FINITE = "The model's output for this request is not a number."
 _NO_MEMORY = "DefaultCPUAllocator"  # torch has a type of its own for the accelerator's memory only
@@ -156,7 +151,7 @@ class ModelRunner:
         return chunk.seq_id in self._last_failed and PLACEHOLDER in chunk.token_ids
 
     def _sample(
-        self, hidden: torch.Tensor, chunks: list[Chunk], masks: Masks
+        self, hidden: torch.Tensor, chunks: list[Chunk], masks: TokenMasks
     ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Ids for the wanted rows [R, hidden], in order; and the logprobs of rows that ask for them."""
         rows = [row for chunk in chunks for row in self._sample_rows(chunk, masks)]
@@ -180,7 +175,7 @@ class ModelRunner:
             logprobs |= {some[i]: found for i, found in likelihoods.of(drawn).items()}
         return ids, logprobs
 
-    def _sample_rows(self, chunk: Chunk, masks: Masks) -> list[SampleRow]:
+    def _sample_rows(self, chunk: Chunk, masks: TokenMasks) -> list[SampleRow]:
         first = chunk.logit_rows[0] if chunk.logit_rows else 0
         positions = [chunk.sample_position + row - first for row in chunk.logit_rows]
         allowed = masks.get(chunk.seq_id)

@@ -54,9 +54,12 @@ class Kernels(Protocol):
     def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
         """rows times matrix [gate | up] -> silu(gate) * up."""
 
-    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
-        """The column of each row's largest value of rows times matrix, int64 [T]: the first of equals, -1 where a value
-        isn't finite."""
+    def best(self, rows: Rows, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
+        """The column of each row's largest value of rows times matrix, int64 [T]: the first of equals.
+
+        `allowed` int32 [M, words] are the masks of the first M rows: bit c, in little-endian words, says that column c
+        may come; none behind the last word may. -1 where a value isn't finite, whether it may come or not, and where
+        no column may."""
 
     def store_qkv(
         self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor

@@ -38,9 +38,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def best(x: Tensor) -> Tensor:
-    """x [T, n] -> the column of each row's largest value, the first of equals; -1 where a value isn't finite."""
-    return torch.where(x.sum(dim=-1).isfinite(), x.argmax(dim=-1), -1)
+def best(x: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """x [T, n] -> the column of each row's largest value, the first of equals, of those that its mask allows; -1 where
+    a value isn't finite or no column may come. `allowed` int32 [M, words] are the masks of the first M rows."""
+    is_sound = x.sum(dim=-1).isfinite()
+    if allowed is None:
+        return torch.where(is_sound, x.argmax(dim=-1), -1)
+    may_come = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    may_come[: len(allowed)] = unpacked(allowed, x.shape[-1])
+    masked = torch.where(may_come, x, float("-inf"))
+    return torch.where(is_sound & may_come.any(dim=-1), masked.argmax(dim=-1), -1)
+
+
+def unpacked(masks: Tensor, width: int) -> Tensor:
+    """Bit masks int32 [M, words], little-endian -> bool [M, width]; False behind the last word."""
+    bits = (masks[:, :, None] >> torch.arange(32, device=masks.device, dtype=torch.int32)) & 1
+    flat = bits.flatten(1).bool()[:, :width]
+    return torch.nn.functional.pad(flat, (0, width - flat.shape[1]))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class TorchKernels:
     def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
         return self.pack_rows(reference.silu_mul(self.linear(rows, matrix).dequantized()))
 
-    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
-        return reference.best(self.linear(rows, matrix).dequantized())
+    def best(self, rows: Rows, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
+        return reference.best(self.linear(rows, matrix).dequantized(), allowed)
 
     def store_qkv(
         self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor

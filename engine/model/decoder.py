@@ -45,9 +45,10 @@ class Decoder:
         """hidden [R, hidden] -> float32 [R, vocab]."""
         return self._kernels.logits(self._kernels.linear(self._head_rows(hidden), self._weights.head))
 
-    def best(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite."""
-        return self._kernels.best(self._head_rows(hidden), self._weights.head)
+    def best(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite.
+        `allowed` int32 [M, words] are masks of ids for the first M rows."""
+        return self._kernels.best(self._head_rows(hidden), self._weights.head, allowed)
 
     def states(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> the states after the last norm, float32 [R, hidden]: what vectors are made of."""

@@ -1,4 +1,4 @@
-"""Makes -inf of the logits of tokens that may not come, for all rows of a step at once."""
+"""Which tokens may come in each row: the masks of a step for the head, or -inf for the logits of those that may not."""
 
 from __future__ import annotations
 
@@ -14,30 +14,47 @@ from engine.sample.row import SampleRow
 _NEVER = float("-inf")
 
 
+def packed(rows: Sequence[SampleRow], vocab_size: int) -> NDArray[np.int32]:
+    """Bit t of row i, in little-endian words: whether token t may come there; int32 [R, words]. Of `masked_ids` a
+    grammar's row strikes out those that leave something."""
+    any_token = np.full((vocab_size + 31) // 32, -1, dtype=np.int32)
+    bits = np.stack([any_token if row.allowed is None else row.allowed for row in rows])
+    with_ids: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.masked_ids:
+            with_ids.setdefault(row.masked_ids, []).append(index)
+    for token_ids, indices in with_ids.items():
+        words, kept = _all_but(token_ids)
+        bits[np.ix_(indices, words)] &= kept
+    if with_ids:
+        for index in np.flatnonzero(~bits.any(axis=1)).tolist():
+            allowed = rows[index].allowed
+            if allowed is not None:
+                bits[index] = allowed
+    return bits
+
+
 def mask(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """In place, logits [R, vocab]. Of `masked_ids` a grammar's row strikes out those that leave something."""
-    formed = [(i, _without(row.allowed, row.masked_ids)) for i, row in enumerate(rows) if row.allowed is not None]
+    """In place, logits [R, vocab]."""
+    formed = [index for index, row in enumerate(rows) if row.allowed is not None]
     if formed:
-        packed = np.stack([words for _, words in formed]).view(np.uint8)
-        bits = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")
+        words = packed([rows[index] for index in formed], logits.shape[-1]).view(np.uint8)
+        bits = np.unpackbits(words, axis=1, count=logits.shape[-1], bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         # half the time of masked_fill_, which branches
         never = logits.new_tensor(_NEVER)
         if len(formed) == len(rows):
             torch.where(allowed, logits, never, out=logits)
         else:
-            indices = [index for index, _ in formed]
-            logits[indices] = torch.where(allowed, logits[indices], never)
+            logits[formed] = torch.where(allowed, logits[formed], never)
     for index, row in enumerate(rows):
         if row.masked_ids and row.allowed is None:
             logits[index, list(row.masked_ids)] = _NEVER
 
 
-def _without(words: NDArray[np.int32], token_ids: Sequence[int]) -> NDArray[np.int32]:
-    """The mask without these tokens, if that leaves one."""
-    if not token_ids:
-        return words
-    left = words.copy().view(np.uint32)
+def _all_but(token_ids: Sequence[int]) -> tuple[list[int], NDArray[np.int32]]:
+    """The words that tokens are in, and their bits without them."""
+    struck: dict[int, int] = {}
     for token_id in token_ids:
-        left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-    return left.view(np.int32) if left.any() else words
+        struck[token_id >> 5] = struck.get(token_id >> 5, 0) | 1 << (token_id & 31)
+    return list(struck), ~np.array(list(struck.values()), dtype=np.uint32).view(np.int32)

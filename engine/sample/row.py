@@ -28,14 +28,13 @@ class SampleRow:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its id is that of the largest logit, if that one may come, and nothing else of the logits counts."""
+        """Whether its id is that of the largest logit that may come, and nothing else of the logits counts."""
         return takes_largest(self.params) and not self.params.needs_logits
 
-    def may_come(self, token_id: int) -> bool:
-        """Whether neither mask forbids a token."""
-        if token_id in self.masked_ids:
-            return False
-        return self.allowed is None or bool(self.allowed[token_id >> 5] >> (token_id & 31) & 1)
+    @property
+    def is_masked(self) -> bool:
+        """Whether some token may not come."""
+        return self.allowed is not None or bool(self.masked_ids)
 
     @property
     def draw(self) -> float:

@@ -6,8 +6,8 @@ chunk of one token. Row r of a chunk is token `start + r` of its sequence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,17 +56,8 @@ class BlockCopy:
     target: int
 
 
-class TokenMasks(NamedTuple):
-    """Which tokens may come next in answers that have a form: for each sequence id a row of `bits`, int32 [n, words],
-    whose bit t says it of token t."""
-
-    rows: dict[str, int]
-    bits: NDArray[np.int32]
-
-    def row(self, seq_id: str) -> NDArray[np.int32] | None:
-        """The mask of a sequence; None: any token may come."""
-        index = self.rows.get(seq_id)
-        return None if index is None else self.bits[index]
+TokenMasks = Mapping[str, NDArray[np.int32]]
+"""By sequence id, which tokens may come next: bit t, in little-endian words [words], says it of token t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +67,14 @@ class StepPlan:
     The order inside a step: freed blocks are poisoned, copies run in their order, then KV is written and read.
     `freed_blocks` lists blocks whose content died since the last plan (a pool in poison mode overwrites them with
     NaN); they may be in use again, but none is the source or the target of a copy.
+    `masks` are those of sampled answers that have a form.
     """
 
     step: int
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...] = ()
     freed_blocks: tuple[int, ...] = ()
-    masks: TokenMasks | None = None
+    masks: TokenMasks = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

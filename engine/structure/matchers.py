@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
@@ -17,7 +18,6 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from engine.structure.grammar import LIMITS, GrammarError, as_reason, to_grammar
-from engine.text.tokenizer import Tokenizer
 
 KEPT_CHARS = 4 << 20
 """Compiled grammars are kept while their specs have so many characters together; a compiled one is larger than it."""
@@ -25,16 +25,24 @@ KEPT_CHARS = 4 << 20
 _NO_TEXT = 0xFF  # begins no UTF-8 text; marks special tokens for the library
 
 
+class Vocabulary(Protocol):
+    """What grammars ask of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
 class Matcher:
-    """One answer's way through its grammar."""
+    """One answer's way through its grammar. `is_complete`: nothing may follow."""
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
+        self.is_complete = False
 
-    def push(self, token_id: int) -> bool:
-        """Reads a token of the answer. True: the answer is complete and nothing may follow."""
+    def push(self, token_id: int) -> None:
+        """Reads a token of the answer."""
         self.state.consume_token(token_id)
-        return self.state.is_stopped() and not self.state.is_error()
+        self.is_complete = self.state.is_stopped() and not self.state.is_error()
 
     @property
     def error(self) -> str | None:
@@ -48,10 +56,10 @@ class Matcher:
 class Grammars:
     """The grammars of one model. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Vocabulary, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, eos_ids)),
+            TokenizerWrapper(_Wrapped(tokenizer, vocab_size, eos_ids)),
             n_vocab=vocab_size,
             eos_token=sorted(eos_ids),
             slices=LLTokenizer.json_slices(),
@@ -69,7 +77,8 @@ class Grammars:
         return Matcher(compiled.deep_copy())
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
-        """Bit t of row i, in little-endian words: whether token t may come next in answer i; 0 past the last."""
+        """Bit t of row i, in little-endian words: whether token t may come next in answer i; 0 past the last. May run
+        in another thread while these matchers are left alone."""
         bits = np.full((len(matchers), (self.vocab_size + 31) // 32), -1, dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, [(m.state, row) for row, m in enumerate(matchers)], bits)
         if self.vocab_size % 32:
@@ -88,12 +97,12 @@ class Grammars:
         return matcher
 
 
-class _Vocabulary:
+class _Wrapped:
     """Our tokenizer as llguidance asks for one. Ids that stand for no text never match a grammar."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.eos_token_id = min(eos_ids)
         self.special_token_ids: list[int] = []
         self._encode = tokenizer.encode

@@ -26,6 +26,7 @@ _KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 _PACK_ROWS = 256
 _EVEN_ROWS = 64
 _PANEL = 32  # outputs that the matmul of matmul.cpp makes at once
+_LANES = 16  # values that the kernels of rows.cpp read at once
 _STATE_REST = 32  # floats of a row's running state beside the output
 
 
@@ -111,11 +112,15 @@ class CpuKernels:
             self._lib.silu_mul(*_product(product), count, inner, *_targets(ready))
         return ready
 
-    def best(self, rows: Rows, matrix: Matrix) -> Tensor:
-        if not matrix.is_tiled:
-            return reference.best(self.linear(rows, matrix).dequantized())
+    def best(self, rows: Rows, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
         columns = torch.empty(len(rows.values), dtype=torch.int64)
-        self._lib.matmul_best(*_operands(rows, matrix), _pointer(columns))
+        if matrix.is_tiled:
+            self._lib.matmul_best(*_operands(rows, matrix), *_masks(allowed), _pointer(columns))
+            return columns
+        product = self.linear(rows, matrix)
+        if product.bias is not None or matrix.num_rows % _LANES:
+            return reference.best(product.dequantized(), allowed)
+        self._lib.best(*_product(product), *product.values.shape, *_masks(allowed), _pointer(columns))
         return columns
 
     def store_qkv(
@@ -258,6 +263,14 @@ def _operands(rows: Rows, matrix: Matrix) -> tuple[object, ...]:
         matrix.num_rows,
         values.shape[1] * values.itemsize,
     )
+
+
+def _masks(allowed: Tensor | None) -> tuple[object, ...]:
+    if allowed is None:
+        return (None, 0, 0)
+    assert allowed.dtype == torch.int32, "masks are words of 32 bits"
+    assert allowed.is_contiguous(), "masks are contiguous"
+    return (_pointer(allowed), *allowed.shape)
 
 
 def _targets(rows: Rows) -> tuple[object, ...]:

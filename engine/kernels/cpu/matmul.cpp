@@ -7,9 +7,9 @@
 #include "amx.h"
 
 #if HAS_AMX
+#include "best.h"
 #include "quantize.h"
 #include <algorithm>
-#include <limits>
 #include <omp.h>
 #include <vector>
 
@@ -107,41 +107,19 @@ template <class Sum> struct SiluMul {  // columns: gate, then up
   }
 };
 
-// The best column of each row seen by one thread, lane by lane; the first of equals.
-template <class Sum> struct Best {
-  struct Row { f32x16 value, bad; i32x16 column; };
-  Row* rows;
+// The best column of each row that one thread has seen.
+template <class Sum> struct Search {
+  Best* rows;
+  Masks masks;
   int left(const Operands&, int j) const { return 2 * j; }
   int right(const Operands&, int j) const { return 2 * j + 1; }
   void take(const Operands& x, const Sum (*sums)[PANEL], int m, int count, int j) const {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static_assert(PANEL == 32, "a panel is a word of a mask");
     for (int r = 0; r < count; r++) {
-      Row& best = rows[m + r];
-      for (int at = 0; at < PANEL; at += 16) {
-        const f32x16 v = scaled(x, sums, r, m, at, j * PANEL + at);
-        const auto is_better = v > best.value;
-        best.column = is_better ? lane + (j * PANEL + at) : best.column;
-        best.value = is_better ? v : best.value;
-        best.bad += v * splat(0.f);  // NaN from then on where v isn't finite
-      }
+      const uint32_t allowed = masks.at(m + r, j);
+      for (int at = 0; at < PANEL; at += 16)
+        rows[m + r].see(scaled(x, sums, r, m, at, j * PANEL + at), j * PANEL + at, allowed >> at);
     }
-  }
-  static void start(Row* rows, int count) {
-    for (int m = 0; m < count; m++) rows[m] = {splat(-std::numeric_limits<float>::infinity()), f32x16{}, i32x16{}};
-  }
-  // Adds what another thread saw of this row.
-  static void join(Row& a, const Row& b) {
-    const auto is_better = (b.value > a.value) | ((b.value == a.value) & (b.column < a.column));
-    a.column = is_better ? b.column : a.column;
-    a.value = is_better ? b.value : a.value;
-    a.bad += b.bad;
-  }
-  static int64_t column(const Row& row) {
-    if (sum(row.bad) != 0.f) return -1;
-    int best = 0;
-    for (int i = 1; i < 16; i++)
-      if (row.value[i] > row.value[best] || (row.value[i] == row.value[best] && row.column[i] < row.column[best])) best = i;
-    return row.column[best];
   }
 };
 
@@ -216,25 +194,24 @@ void matmul_add(OPERANDS, float* residual) {
   });
 }
 
-// The column of the largest value of each row, the first of equals; -1 where a value isn't finite.
-void matmul_best(OPERANDS, int64_t* columns) {
+// The column of the largest value of each row, the first of equals, of those that its mask allows; -1 where a value isn't
+// finite or no column may come. The first `masked` rows have masks, int32 [masked][words].
+void matmul_best(OPERANDS, const uint32_t* masks, int masked, int words, int64_t* columns) {
   const Operands x = GIVEN;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-    using Top = Best<typename Dot::Sum>;
-    std::vector<typename Top::Row> all;
+    std::vector<Best> all;
 #pragma omp parallel if (x.is_big())
     {
 #pragma omp single
-      all.resize((int64_t)omp_get_num_threads() * num_rows);
-      typename Top::Row* mine = all.data() + (int64_t)omp_get_thread_num() * num_rows;
-      Top::start(mine, num_rows);
-      for_each_panel<Dot>(x, Top{mine});
+      all.assign((int64_t)omp_get_num_threads() * num_rows, Best::none());
+      Best* mine = all.data() + (int64_t)omp_get_thread_num() * num_rows;
+      for_each_panel<Dot>(x, Search<typename Dot::Sum>{mine, {masks, masked, words}});
 #pragma omp for schedule(static)
       for (int m = 0; m < num_rows; m++) {
-        typename Top::Row best = all[m];
-        for (int t = 1; t < omp_get_num_threads(); t++) Top::join(best, all[(int64_t)t * num_rows + m]);
-        columns[m] = Top::column(best);
+        Best best = all[m];
+        for (int t = 1; t < omp_get_num_threads(); t++) best.join(all[(int64_t)t * num_rows + m]);
+        columns[m] = best.found();
       }
     }
   });

@@ -4,6 +4,7 @@
 // blocks of 64 columns are rotated by a Hadamard matrix (QuaRot, SpinQuant), which spreads outliers; the weights were
 // rotated once at load. A product comes either as int32 accumulators with a scale a row and a scale a column, or as
 // bf16. Every row is computed alone: its result doesn't depend on the rows beside it.
+#include "best.h"
 #include "quantize.h"
 #include <algorithm>
 #include <vector>
@@ -55,6 +56,15 @@ template <class P> void add_rows(const P& p, int rows, int width, float* residua
       float* r = residual + (int64_t)m * width + i;
       store(r, load(r) + p.at(m, i));
     }
+}
+
+template <class P> void best_rows(const P& p, int rows, int width, const Masks& masks, int64_t* columns) {
+#pragma omp parallel for schedule(static) if (rows >= FEW)
+  for (int m = 0; m < rows; m++) {
+    Best best = Best::none();
+    for (int i = 0; i < width; i += 16) best.see(p.at(m, i), i, masks.at(m, i / 32) >> i % 32);
+    columns[m] = best.found();
+  }
 }
 
 struct Caches {  // of one layer; see chunk.h
@@ -170,6 +180,12 @@ void silu_mul(int kind, const void* x, const float* row, const float* column, in
 
 void add(int kind, const void* x, const float* row, const float* column, int rows, int width, float* residual) {
   visit(kind, x, row, column, width, [&](auto p) { add_rows(p, rows, width, residual); });
+}
+
+// As matmul_best in matmul.cpp, of a product that another matmul made.
+void best(int kind, const void* x, const float* row, const float* column, int rows, int width, const uint32_t* masks, int masked,
+          int words, int64_t* columns) {
+  visit(kind, x, row, column, width, [&](auto p) { best_rows(p, rows, width, {masks, masked, words}, columns); });
 }
 
 void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, int rows, int heads,

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import SamplingParams
-from engine.sample.masks import mask
+from engine.sample.masks import mask, packed
 from engine.sample.row import SampleRow
 
 PARAMS = SamplingParams(max_tokens=4)
 
 
-def packed(allowed: list[bool]) -> np.ndarray:
+def words_of(allowed: list[bool]) -> np.ndarray:
     """As the words of a mask."""
     bits = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
     bits[: len(allowed)] = allowed
@@ -38,11 +38,12 @@ def test_what_may_come_keeps_its_logit_and_nothing_else_does(
     vocab, masks = case
     logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
     rows = [
-        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else packed(allowed))
+        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed))
         for allowed, ends in masks
     ]
     found = logits.clone()
     mask(found, rows)
+    bits = np.unpackbits(packed(rows, vocab).view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
     for index, (allowed, ends) in enumerate(masks):
         may = np.ones(vocab, bool) if allowed is None else np.array(allowed)
         left = may.copy()
@@ -51,3 +52,4 @@ def test_what_may_come_keeps_its_logit_and_nothing_else_does(
             may = left
         expected = torch.where(torch.from_numpy(may), logits[index], float("-inf"))
         assert torch.equal(found[index], expected)
+        assert np.array_equal(bits[index], may), "the head's mask says the same"

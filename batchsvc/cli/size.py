@@ -19,6 +19,7 @@ from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import JsonOption
 from batchsvc.cli.report import wants_color
 from batchsvc.money import format_dollars, parse_dollars
+from engine.memory.cards import CARDS
 
 if TYPE_CHECKING:
     from engine.memory.cards import Card
@@ -72,7 +73,9 @@ def size(
     ] = None,
     zero_points: Annotated[bool, typer.Option("--zero-points", help="A zero point beside each scale.")] = False,
     kv: Annotated[str, typer.Option(metavar="FORMAT", help="Of the KV cache: 32, 16 or 8 bits, fp8.")] = "16",
-    card: Annotated[str, typer.Option(metavar="NAME", help="Such as h100, or any as GB:GB/s: 48:864.")] = "h100",
+    card: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{', '.join(CARDS)}; any other as GB:GB/s, such as 48:864.")
+    ] = "h100",
     cards: Annotated[str | None, typer.Option(metavar="N", help="How many (default: as many as it takes).")] = None,
     price: Annotated[str | None, typer.Option(metavar="DOLLARS", help="Of an hour of one card.")] = None,
     as_json: JsonOption = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -119,6 +120,13 @@ def test_speed_follows_bytes(shape: ModelShape, workload: Workload, more: int) -
     assert decode_ceiling(demand(shape, workload), workload, H100, 3) == 3 * rate
     one, three = nanos_per_million_tokens(rate, 10**9, 1), nanos_per_million_tokens(3 * rate, 10**9, 3)
     assert one == three
+
+
+def test_readme_shows_every_card() -> None:
+    readme = Path(__file__, "../../../../README.md").resolve().read_text(encoding="utf-8")
+    for name, card in CARDS.items():
+        numbers = (card.memory_bytes / 1e9, card.read_bytes_per_s / 1e9, (card.price_nanos or 0) / 1e9)
+        assert "| `{}` | {:g} | {:,.0f} | {:.2f} |".format(name, *numbers) in readme
 
 
 def test_cards_are_found_by_name_or_numbers() -> None:

@@ -1,6 +1,7 @@
 """The bodies of answers that aren't chat completions: text completions, embeddings and responses, in OpenAI's shapes.
 
-Ours on top are `usage.cost_nanos`, and the cached tokens of an embedding, without which its bill couldn't be checked.
+Ours on top are `usage.cost_nanos`, the cached tokens of an embedding, without which its bill couldn't be checked, and
+`system_fingerprint` where OpenAI has none: vectors of other formats don't belong in one index.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _embedding(answered: Answered) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": answered.cached_tokens},
             "cost_nanos": answered.cost_nanos,
         },
+        "system_fingerprint": answered.system_fingerprint,
     }
 
 
@@ -132,6 +134,7 @@ def _response(answered: Answered) -> dict[str, Any]:
             "total_tokens": answered.input_tokens + answered.output_tokens,
             "cost_nanos": answered.cost_nanos,
         },
+        "system_fingerprint": answered.system_fingerprint,
     }
 
 

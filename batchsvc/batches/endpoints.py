@@ -14,6 +14,7 @@ from batchsvc.batches.body import ChatCall, parse_chat
 from batchsvc.batches.completion_body import CompletionCall, parse_completion
 from batchsvc.batches.embedding_body import EmbeddingCall, parse_embedding
 from batchsvc.batches.line_prompt import ChatLine, LinePrompt
+from batchsvc.batches.message_body import MessageCall
 from batchsvc.batches.responses_body import ResponseCall, parse_response
 from engine.text import TextModel
 
@@ -22,7 +23,7 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 RESPONSES = "/v1/responses"
 
-Parsed = ChatCall | CompletionCall | EmbeddingCall | ResponseCall
+Parsed = ChatCall | MessageCall | CompletionCall | EmbeddingCall | ResponseCall
 Call = ChatLine | CompletionCall | EmbeddingCall | ResponseCall
 
 PARSERS: Mapping[str, Callable[[dict[str, Any]], Parsed]] = {

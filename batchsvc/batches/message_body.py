@@ -6,29 +6,60 @@ common beginnings are found without it. `metadata` and `service_tier` don't chan
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from batchsvc.batches import message_tools
 from batchsvc.batches.body import ChatCall, parse_chat
+from batchsvc.batches.line_prompt import ChatLine, LinePrompt, renamed
 from batchsvc.files.lines import json_type, shown
 from engine.errors import RequestError
+from engine.text import TextModel
 
 MESSAGES = "/v1/messages"
-_KNOWN = {"model", "messages", "system", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"}
+_KNOWN = {
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k"),
+    *("tools", "tool_choice", "output_config"),
+}
 _IGNORED = {"metadata", "service_tier", "cache_control", "inference_geo"}
 # values that ask for nothing special; null always does
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "thinking": ({"type": "disabled"},),
     "speed": ("standard",),
     "mcp_servers": ([],),
 }
-_NAMES = {"stop": "stop_sequences"}  # of the chat's parameters that are called otherwise here
+# the chat's parameters that are called otherwise here
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(\.parameters)?")
 _ROLES = ("user", "assistant")
 
 
-def parse_message(params: dict[str, Any]) -> ChatCall:
+@dataclass(frozen=True, slots=True)
+class MessageCall:
+    """Checked params: the chat that they mean, whose errors speak of them."""
+
+    chat: ChatCall
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.chat.messages
+
+    def prepare(self, text: TextModel) -> tuple[ChatLine, LinePrompt]:
+        try:
+            return ChatLine.of(self.chat, text)
+        except RequestError as error:
+            raise _in_own_words(error) from error
+
+
+def parse_message(params: dict[str, Any]) -> MessageCall:
     """What the params ask for. Raises RequestError with the name of the parameter that can't be run."""
     for name in sorted(params.keys() - _KNOWN - _IGNORED):
         value = params[name]
@@ -53,13 +84,13 @@ def parse_message(params: dict[str, Any]) -> ChatCall:
         "top_p": params.get("top_p"),
         "top_k": params.get("top_k"),
         "stop": stop,
+        **message_tools.tools_of(params),
+        **_output_config(params.get("output_config")),
     }
     try:
-        return parse_chat(chat)
+        return MessageCall(parse_chat(chat))
     except RequestError as error:
-        own = _NAMES.get(error.param or "", error.param)
-        says = str(error) if own == error.param else str(error).replace(error.param or "", own or "", 1)
-        raise RequestError(says, code=error.code, param=own) from error
+        raise _in_own_words(error) from error
 
 
 def _system(system: Any) -> list[dict[str, Any]]:
@@ -71,7 +102,7 @@ def _system(system: Any) -> list[dict[str, Any]]:
 def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "a list of at least one message", messages)
-    chat = []
+    chat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         where = f"messages.{index}"
         if not isinstance(message, dict):
@@ -79,7 +110,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         role = message.get("role")
         if role not in _ROLES:
             raise _wrong(f"{where}.role", "user or assistant (a system prompt is the parameter system)", role)
-        chat.append({"role": role, "content": _content(message.get("content"), f"{where}.content")})
+        chat += _of_message(role, message.get("content"), f"{where}.content")
     if chat[-1]["role"] == "assistant":
         raise RequestError(
             "messages: the last one is the assistant's, and continuing it (prefill) is not supported here: "
@@ -90,22 +121,55 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return chat
 
 
+def _of_message(role: str, content: Any, where: str) -> Iterator[dict[str, Any]]:
+    """The messages of a chat that one message means."""
+    kinds = [message_tools.kind_of(block) for block in content] if isinstance(content, list) else []
+    if role == "assistant" and "tool_use" in kinds:
+        yield message_tools.assistant_message(content, where)
+    elif role == "user" and "tool_result" in kinds:
+        yield from message_tools.user_messages(content, where)
+    else:
+        yield {"role": role, "content": _content(content, where)}
+
+
 def _content(content: Any, where: str) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise _wrong(where, "a string or a list of text blocks", content)
-    for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise RequestError(
-                f"{where}.{index}: a block of type {shown(kind)} is not supported here; the model reads text only.",
-                code="unsupported_parameter",
-                param=f"{where}.{index}",
-            )
-        if not isinstance(block.get("text"), str):
-            raise _wrong(f"{where}.{index}.text", "a string", block.get("text"))
-    return [{"type": "text", "text": block["text"]} for block in content]
+    return [message_tools.text_of(block, f"{where}.{index}") for index, block in enumerate(content)]
+
+
+def _output_config(config: Any) -> dict[str, Any]:
+    """The form and the effort that an answer is asked for."""
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise _wrong("output_config", "an object with format or effort", config)
+    for name in sorted(config.keys() - {"format", "effort"}):
+        raise RequestError(
+            f"output_config.{shown(name)[1:-1]}: it is not supported here; remove it.",
+            code="unsupported_parameter",
+            param="output_config",
+        )
+    form, asked = config.get("format"), {"reasoning_effort": config.get("effort")}
+    if form is None:
+        return asked
+    if message_tools.kind_of(form) != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise _wrong("output_config.format", "an object of type json_schema with a schema", form)
+    described = {"name": "answer", "schema": form["schema"], "strict": True}
+    return {**asked, "response_format": {"type": "json_schema", "json_schema": described}}
+
+
+def _in_own_words(error: RequestError) -> RequestError:
+    """An error of the chat in the words of these params."""
+    own = renamed(error, _NAMES)
+
+    def spelled(text: str) -> str:
+        return _TOOL.sub(lambda found: f"tools.{found[1]}" + (".input_schema" if found[2] else ""), text)
+
+    says = spelled(str(own)).replace('tool_choice "required"', "tool_choice any")
+    return RequestError(says, code=own.code, param=spelled(own.param) if own.param else None)
 
 
 def _wrong(param: str, says: str, value: Any) -> RequestError:

@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from batchsvc.batches import message_tools
+
 _OURS = {"budget_exceeded": "billing_error", "unit_unreadable": "api_error"}
 _ENDED = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 _STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -53,14 +55,15 @@ def message_of(chat: dict[str, Any]) -> dict[str, Any]:
     """A chat completion as a message."""
     choice, usage = chat["choices"][0], chat["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
+    stop = choice.get("stop_reason") if choice["finish_reason"] == "stop" else None  # a sequence that ended it
     return {
         "id": "msg_" + chat["id"].removeprefix("chatcmpl-"),
         "type": "message",
         "role": "assistant",
         "model": chat["model"],
-        "content": [{"type": "text", "text": choice["message"]["content"] or ""}],
-        "stop_reason": _STOPPED.get(choice["finish_reason"], "end_turn"),
-        "stop_sequence": None,
+        "content": message_tools.blocks_of(choice["message"]),
+        "stop_reason": _STOPPED.get(choice["finish_reason"], "end_turn") if stop is None else "stop_sequence",
+        "stop_sequence": stop,
         "usage": {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
@@ -69,4 +72,5 @@ def message_of(chat: dict[str, Any]) -> dict[str, Any]:
             "service_tier": "batch",
             "cost_nanos": usage["cost_nanos"],
         },
+        "system_fingerprint": chat.get("system_fingerprint"),
     }

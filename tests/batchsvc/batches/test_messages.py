@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from anthropic.types import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,9 +50,64 @@ def test_params_become_a_chat() -> None:
         ("assistant", "x"),
         ("user", "y"),
     ]
-    assert call.max_tokens == 9
+    assert call.chat.max_tokens == 9
     wanted = {"stop": ["END"], "temperature": 0.5, "top_p": 0.9, "top_k": 7}
-    assert {name: call.params[name] for name in wanted} == wanted
+    assert {name: call.chat.params[name] for name in wanted} == wanted
+
+
+TOOL = {"name": "weigh", "description": "d", "input_schema": {"type": "object", "properties": {"n": {"type": "null"}}}}
+
+
+def test_tools_and_their_calls_become_those_of_a_chat() -> None:
+    asked = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "t"},
+                {"type": "tool_use", "id": "toolu_1", "name": "weigh", "input": {"n": None}},
+                {"type": "tool_use", "id": "toolu_2", "name": "weigh", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "7"},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": [{"type": "text", "text": "8"}]},
+                {"type": "text", "text": "go on"},
+            ],
+        },
+    ]
+    one = {"type": "tool", "name": "weigh", "disable_parallel_tool_use": True}
+    chat = parse_message({**PARAMS, "messages": asked, "tools": [TOOL], "tool_choice": one}).chat
+    assert chat.tools is not None and (chat.tools.must_call, chat.tools.max_calls) == (("weigh",), 1)
+    function = {"name": "weigh", "description": "d", "parameters": TOOL["input_schema"]}
+    assert chat.tools.tools == [{"type": "function", "function": function}]
+    calls = [
+        {"id": f"toolu_{number}", "type": "function", "function": {"name": "weigh", "arguments": arguments}}
+        for number, arguments in ((1, {"n": None}), (2, {}))
+    ]
+    assert chat.messages == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "text", "text": "t"}], "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "7"},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": [{"type": "text", "text": "8"}]},
+        {"role": "user", "content": [{"type": "text", "text": "go on"}]},
+    ]
+    for kind, must_call in (("auto", ()), ("any", ("weigh",))):
+        tools = parse_message({**PARAMS, "tools": [TOOL], "tool_choice": {"type": kind}}).chat.tools
+        assert tools is not None and tools.must_call == must_call
+    assert parse_message({**PARAMS, "tools": [TOOL], "tool_choice": {"type": "none"}}).chat.tools is None
+
+
+def test_a_form_is_that_of_a_chat() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    call = parse_message({**PARAMS, "output_config": {"format": {"type": "json_schema", "schema": schema}}})
+    assert "grammar" in call.chat.params
+
+
+def said_by(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}, {"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +118,22 @@ def test_params_become_a_chat() -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"stream": True}, "stream"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{**TOOL, "name": "f f"}]}, "tools.0.name"),
+        ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools.0"),
+        ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools.0"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            said_by({"type": "tool_use", "id": "a", "name": "f", "input": 1}, role="assistant"),
+            "messages.0.content.0.input",
+        ),
+        (said_by({"type": "tool_result", "content": ""}), "messages.0.content.0.tool_use_id"),
+        (said_by({"type": "tool_result", "tool_use_id": "a", "is_error": True}), "messages.0.content.0"),
+        (said_by({"type": "tool_use", "id": "a", "name": "f", "input": {}}), "messages.0.content.0"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
+        ({"output_config": {"effort": "max"}}, "output_config.effort"),
+        ({"output_config": {"task_budget": 1}}, "output_config"),
         ({"surprise": 1}, "surprise"),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences"),
@@ -105,11 +176,11 @@ def test_every_line_becomes_one_result_in_the_order_of_the_requests() -> None:
     assert {error["message"] for error in errors} == {"says"}
 
 
-def chat(prompt: int, cached: int, output: int) -> dict[str, Any]:
+def chat(prompt: int, cached: int, output: int, **choice: Any) -> dict[str, Any]:
     return {
         "id": "chatcmpl-1",
         "model": "m",
-        "choices": [{"message": {"content": "yes"}, "finish_reason": "length"}],
+        "choices": [{"message": {"content": "yes"}, "finish_reason": "length", **choice}],
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": output,
@@ -129,3 +200,26 @@ def test_no_token_is_counted_twice_or_lost(computed: int, cached: int, output: i
         output,
     )
     assert message["stop_reason"] == "max_tokens" and message["content"] == [{"type": "text", "text": "yes"}]
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": null}'}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "stop_reason", "stop_sequence"),
+    [
+        ({"finish_reason": "length"}, "max_tokens", None),
+        ({"finish_reason": "stop"}, "end_turn", None),
+        ({"finish_reason": "stop", "stop_reason": "END"}, "stop_sequence", "END"),
+        ({"finish_reason": "tool_calls", "message": {"content": None, "tool_calls": [CALL]}}, "tool_use", None),
+    ],
+)
+def test_a_message_says_what_ended_it(choice: dict[str, Any], stop_reason: str, stop_sequence: str | None) -> None:
+    shown = message_results.message_of({**chat(1, 0, 1, **choice), "system_fingerprint": "fp_1"})
+    found = Message.model_validate(shown)
+    assert (found.stop_reason, found.stop_sequence) == (stop_reason, stop_sequence)
+    assert shown["system_fingerprint"] == "fp_1"
+    if stop_reason == "tool_use":
+        (block,) = found.content
+        assert block.type == "tool_use"
+        assert (block.id, block.name, block.input) == ("toolu_1", "weigh", {"n": None})

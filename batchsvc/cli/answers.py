@@ -1,8 +1,8 @@
 """What a result line says, as the columns that a table of results gets. Pure.
 
-`answer` is the text of the (first) choice. With a schema, each of its properties is a column: text, whole numbers,
-numbers and booleans as such, all else as JSON; an answer that isn't the object asked for has none of them, and says so
-in `error`, as an answer does that was cut off.
+`answer` is the text of the (first) choice; rows that became vectors have `embedding` instead. With a schema, each of
+its properties is a column: text, whole numbers, numbers and booleans as such, all else as JSON; an answer that isn't
+the object asked for has none of them, and says so in `error`, as an answer does that was cut off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-Kind = Literal["text", "integer", "number", "boolean", "json"]
+Kind = Literal["text", "integer", "number", "boolean", "json", "vector"]
 _KINDS: dict[str, Kind] = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
 _INT64 = range(-(2**63), 2**63)
 
@@ -28,24 +28,26 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The properties that a schema names, in its order; none without a schema."""
+    """The properties that a schema names, in its order; none without a schema. `is_vector`: an answer is a vector."""
 
     properties: tuple[Column, ...] = ()
     has_schema: bool = False
+    is_vector: bool = False
 
     @classmethod
-    def of(cls, schema: dict[str, Any] | None) -> Asked:
+    def of(cls, schema: dict[str, Any] | None, *, is_vector: bool = False) -> Asked:
         """What a JSON schema asks for."""
         properties = (schema or {}).get("properties")
         found = properties.items() if isinstance(properties, dict) else ()
-        return cls(tuple(Column(name, _kind(about)) for name, about in found), schema is not None)
+        return cls(tuple(Column(name, _kind(about)) for name, about in found), schema is not None, is_vector)
 
     def columns(self, taken: Iterable[str]) -> list[Column]:
         """All columns that are added; one whose name is taken has a suffix."""
         used, named = set(taken), []
         tokens = [Column(f"{kind}_tokens", "integer") for kind in ("input", "cached", "output")]
         last = [*tokens, Column("cost_nanos", "integer"), Column("error", "text")]
-        for column in [Column("answer", "text"), *self.properties, *last]:
+        answer = Column("embedding", "vector") if self.is_vector else Column("answer", "text")
+        for column in [answer, *self.properties, *last]:
             name, number = column.name, 1
             while name in used:
                 number += 1
@@ -63,8 +65,15 @@ class Asked:
         problem = row.get("error") or body.get("error")
         if problem:
             return self._nothing(": ".join(str(problem[key]) for key in ("code", "message") if problem.get(key)))
-        answer, finish_reason = _answer_of(body)
-        fields, error = self._parsed(answer, finish_reason)
+        if self.is_vector:
+            vectors = _vectors_of(body)
+            is_one = len(vectors) == 1 and isinstance(vectors[0], list)
+            shown: Any = vectors[0] if is_one else None
+            says = None if is_one else "invalid_answer: it is not one vector of numbers; see the result lines"
+            fields, error = [None] * len(self.properties), says
+        else:
+            shown, finish_reason = _answer_of(body)
+            fields, error = self._parsed(shown, finish_reason)
         usage = body.get("usage") or {}
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         tokens = [
@@ -72,7 +81,7 @@ class Asked:
             details.get("cached_tokens"),
             usage.get("completion_tokens", usage.get("output_tokens")),
         ]
-        return [answer, *fields, *tokens, usage.get("cost_nanos"), error]
+        return [shown, *fields, *tokens, usage.get("cost_nanos"), error]
 
     def _parsed(self, answer: str | None, finish_reason: str | None) -> tuple[list[Any], str | None]:
         nothing = [None] * len(self.properties)
@@ -123,7 +132,7 @@ def _answer_of(body: dict[str, Any]) -> tuple[str | None, str | None]:
         why = "length" if body.get("status") == "incomplete" else "stop"
         return "".join(part.get("text") or "" for part in parts), why
     if body.get("object") == "list":
-        vectors = [item.get("embedding") for item in body.get("data") or []]
+        vectors = _vectors_of(body)
         return orjson.dumps(vectors[0] if len(vectors) == 1 else vectors).decode(), None
     choice = (body.get("choices") or [{}])[0]
     message = choice.get("message") or {}
@@ -131,3 +140,7 @@ def _answer_of(body: dict[str, Any]) -> tuple[str | None, str | None]:
     if answer is None and message.get("tool_calls"):
         answer = orjson.dumps(message["tool_calls"]).decode()
     return answer, choice.get("finish_reason")
+
+
+def _vectors_of(body: dict[str, Any]) -> list[Any]:
+    return [item.get("embedding") for item in body.get("data") or []]

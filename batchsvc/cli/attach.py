@@ -34,6 +34,7 @@ class Wish:
     sha256: str
     name: str | None
     model: str | None
+    endpoint: str
     on_invalid: str
     has_results: bool  # whether the file that it would write is there already
     quote_id: str | None = None  # at whose prices, if it matters
@@ -65,6 +66,7 @@ def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
         batch.get("parent_batch_id") is None  # else it runs only some of the lines
         and metadata.get(SHA_KEY) == wish.sha256
         and metadata.get(MODEL_KEY) == wish.model
+        and batch.get("endpoint", wish.endpoint) == wish.endpoint
         and (batch.get("on_invalid") or "fail") == wish.on_invalid
         and wish.quote_id in (None, batch.get("quote_id"))
     )

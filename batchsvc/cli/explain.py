@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError
-from batchsvc.cli.options import BatchArgument, DataDirOption, JsonOption, KeyOption, UrlOption
-from batchsvc.cli.target import Session, opened, select
+from batchsvc.cli.options import BatchArgument, ServerOptions, grouped
+from batchsvc.cli.target import Session
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import READING
 
 _FORBIDDEN = 403
 
 
+@grouped
 def explain(
+    *,
     batch_id: BatchArgument,
     custom_id: Annotated[
         str | None, typer.Argument(metavar="CUSTOM_ID", help="One of its lines; default: the batch as a whole.")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Explain a bill: cached tokens and why, price row, arithmetic; with an admin key the engine's side too."""
-    console = Console(as_json=as_json)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="explain") as session:
+    console = server.console
+    with server.opened(roles=READING, purpose="explain") as session:
         if custom_id is not None:
             line = session.client.get(f"/batches/{quote(batch_id, safe='')}/lines/{quote(custom_id, safe='')}")
             console.fields(_line_fields(line))

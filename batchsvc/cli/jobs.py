@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from functools import partial
 from typing import Annotated, Any
@@ -11,106 +10,30 @@ from typing import Annotated, Any
 import typer
 
 from batchsvc.cli import outcome, served
-from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
-from batchsvc.cli.options import (
-    AllowErrorsOption,
-    BatchArgument,
-    DataDirOption,
-    JsonOption,
-    KeyOption,
-    UrlOption,
-)
-from batchsvc.cli.prompt import (
-    IdColumnOption,
-    MaxTokensOption,
-    Prompting,
-    PromptOption,
-    SchemaOption,
-    StaticFirstOption,
-    SystemOption,
-    TemperatureOption,
-    requests_of,
-)
-from batchsvc.cli.run import (
-    DEFAULT_WINDOW,
-    ENDPOINT,
-    FileArgument,
-    InputOption,
-    MaxCostOption,
-    ModelOption,
-    NameOption,
-    PriorityOption,
-    QuotaOption,
-    QuotedOption,
-    SkipOption,
-    WindowOption,
-    chosen_input,
-    extensions,
-    line_model,
-    model_to_serve,
-    start,
-)
-from batchsvc.cli.target import absolute_model, names_itself, opened, select
+from batchsvc.cli.input_file import InputOptions, model_to_serve
+from batchsvc.cli.options import AllowErrorsOption, BatchArgument, ServerOptions, grouped
+from batchsvc.cli.prompt import Prompting, requests_of
+from batchsvc.cli.run import BatchOptions, Job
+from batchsvc.cli.target import names_itself
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import ALL, CANCELLING, READING
 
 _CANCEL_S = 10.0
 
 
-def submit(
-    file: FileArgument = None,
-    input_file: InputOption = None,
-    name: NameOption = None,
-    model: ModelOption = None,
-    prompt: PromptOption = None,
-    system: SystemOption = None,
-    id_column: IdColumnOption = None,
-    schema: SchemaOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    static_first: StaticFirstOption = False,
-    skip_invalid: SkipOption = False,
-    window: WindowOption = DEFAULT_WINDOW,
-    priority: PriorityOption = 0,
-    on_quota: QuotaOption = "wait",
-    max_cost: MaxCostOption = None,
-    quote: QuotedOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@grouped
+def submit(given: InputOptions, prompting: Prompting, wanted: BatchOptions, server: ServerOptions) -> None:
     """Upload a file and create its batch; print the batch's id."""
-    console = Console(as_json=as_json)
-    source = chosen_input(file, input_file)
-    model = absolute_model(model) if model else None
-    target = select(data_dir, url, api_key, os.environ)
-    prompting = Prompting(
-        prompt=prompt,
-        system=system,
-        id_column=id_column,
-        schema=schema,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        static_first=static_first,
-    )
-    wishes = extensions(
-        window=window,
-        priority=priority,
-        on_quota=on_quota,
-        max_cost=max_cost,
-        skip_invalid=skip_invalid,
-        quote=quote,
-    )
-    with requests_of(
-        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
-    ) as requests:
-        named = model or model_to_serve(target, requests)
+    console, source = server.console, given.chosen()
+    target = server.target
+    with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
+        job = Job.of(requests, prompting, wanted, label=source)
+        named = job.model or model_to_serve(target, requests)
         is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
-        with opened(target, console, roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
-            batch = start(session, console, requests, name=name, model=model, wishes=wishes, results=None, label=source)
+        with server.opened(roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
+            batch = job.start(session, console, results=None)
             console.out(batch["id"])
             console.result(batch)
             if session.is_own:
@@ -119,20 +42,19 @@ def submit(
                 console.say(f"It waits until a stack runs: `batchsvc up{flags}` or {watch_it}.")
 
 
+@grouped
 def watch(
+    *,
     batch_id: BatchArgument,
     allow_errors: AllowErrorsOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Show a batch until it has ended."""
-    console = Console(as_json=as_json)
+    console = server.console
     allowed_errors(allow_errors, 0)
-    target = select(data_dir, url, api_key, os.environ)
+    target = server.target
     needed = served.model_of_batch(target.directory, batch_id) if target.directory else None
-    with opened(target, console, roles=ALL, purpose="watch", model=needed) as session:
+    with server.opened(roles=ALL, purpose="watch", model=needed) as session:
         try:
             batch = session.client.batch(batch_id)
             batch = follow(session.client, batch, console, check=partial(served.check, session))
@@ -147,17 +69,16 @@ def watch(
     raise typer.Exit(outcome.exit_of(batch, allow_errors))
 
 
+@grouped
 def list_batches(
+    *,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="At most so many.")] = 20,
     after: Annotated[str | None, typer.Option("--after", metavar="BATCH", help="Older than this one.")] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """List batches, newest first."""
-    console = Console(as_json=as_json)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="list") as session:
+    console = server.console
+    with server.opened(roles=READING, purpose="list") as session:
         page = session.client.batches(limit=limit, after=after)
     console.result(page)
     console.table(
@@ -165,19 +86,17 @@ def list_batches(
     )
 
 
+@grouped
 def show(
     batch_id: BatchArgument,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Show one batch."""
-    console = Console(as_json=as_json)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="show") as session:
+    console = server.console
+    with server.opened(roles=READING, purpose="show") as session:
         batch = session.client.batch(batch_id)
     console.result(batch)
-    if batch["status"] == "failed" and not as_json:
+    if batch["status"] == "failed" and not console.as_json:
         outcome.tell_problems(batch, console)
         return
     outcome.summary(batch, console, elapsed_s=outcome.elapsed_of(batch))
@@ -198,16 +117,14 @@ def show(
     console.fields({name: value for name, value in extra.items() if value})
 
 
+@grouped
 def cancel(
     batch_id: BatchArgument,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Cancel a batch; what is finished is kept and billed."""
-    console = Console(as_json=as_json)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=CANCELLING, purpose="cancel") as session:
+    console = server.console
+    with server.opened(roles=CANCELLING, purpose="cancel") as session:
         batch = session.client.cancel(batch_id)
         deadline = time.monotonic() + _CANCEL_S
         while batch["status"] == "cancelling" and time.monotonic() < deadline:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import orjson
 import typer
 
+from batchsvc.cli import bodies
+from batchsvc.cli.bodies import Bodies
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.input_file import ENDPOINT, ENDPOINTS
 from batchsvc.files import template
 from batchsvc.files.lines import UnreadableFileError
 from batchsvc.files.template import NoTextError, Template, TemplateError, text_of
@@ -28,55 +31,74 @@ if TYPE_CHECKING:
     from batchsvc.files.table_reader import TableReader
 
 _SHOWN_ROWS, _SHOWN_COLUMNS = 5, 30
+_HAVE_SYSTEM = (None, ENDPOINTS["chat"], ENDPOINTS["responses"])
 
-PromptOption = Annotated[
-    str | None,
-    typer.Option("--prompt", metavar="T", help="Ask this of every row of FILE, any table; {name} is a column."),
-]
-SystemOption = Annotated[
-    str | None,
-    typer.Option("--system", metavar="T", help="System message of every row, shared by all. Needs --prompt."),
-]
-IdColumnOption = Annotated[
-    str | None,
-    typer.Option("--id-column", metavar="C", help="Column that names the rows, as custom_id. Needs --prompt."),
-]
 SchemaOption = Annotated[
     Path | None,
     typer.Option("--schema", metavar="F", help="JSON schema of the answers; its properties become columns."),
-]
-MaxTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens of an answer. Needs --prompt.")
-]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option("--temperature", min=0, max=2, metavar="X", help="Default: 0, the likeliest answer. Needs --prompt."),
-]
-StaticFirstOption = Annotated[
-    bool,
-    typer.Option("--static-first", help="Put the template's text after the last column first, where rows share it."),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompting:
-    """What is asked of every row. Without a `prompt`, FILE holds requests itself."""
+    """What is asked of every row. Without a `prompt`, FILE holds requests itself. Raises CommandError for options that
+    don't go together."""
 
-    prompt: str | None = None
-    system: str | None = None
-    id_column: str | None = None
-    schema: Path | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    static_first: bool = False
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", metavar="T", help="Ask this of every row of FILE, any table; {name} is a column."),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            metavar="E",
+            help="chat, completions, embeddings or responses. Default: chat, or what the first line of FILE names.",
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        typer.Option("--system", metavar="T", help="System message of every row, shared by all. Needs --prompt."),
+    ] = None
+    id_column: Annotated[
+        str | None,
+        typer.Option("--id-column", metavar="C", help="Column that names the rows, as custom_id. Needs --prompt."),
+    ] = None
+    schema: SchemaOption = None
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens of an answer. Needs --prompt.")
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", min=0, max=2, metavar="X", help="Default: 0, the likeliest answer. Needs --prompt."
+        ),
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        typer.Option("--dimensions", min=1, metavar="N", help="Numbers of a vector, of --endpoint embeddings."),
+    ] = None
+    static_first: Annotated[
+        bool,
+        typer.Option(
+            "--static-first", help="Put the template's text after the last column first, where rows share it."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
-        if self.prompt is not None:
-            return
-        for name in ("system", "id_column", "max_tokens", "temperature", "static_first"):
-            if getattr(self, name) not in (None, False):
-                option = name.replace("_", "-")
-                raise CommandError(f"--{option} needs --prompt: without it, FILE holds whole requests.", Exit.USAGE)
+        name = None if self.endpoint is None else bodies.named_endpoint(self.endpoint)
+        if self.prompt is None:
+            for option in ("system", "id_column", "max_tokens", "temperature", "dimensions", "static_first"):
+                if getattr(self, option) not in (None, False):
+                    flag = option.replace("_", "-")
+                    raise CommandError(f"--{flag} needs --prompt: without it, FILE holds whole requests.", Exit.USAGE)
+        if self.prompt is not None or name is not None:
+            bodies.check_options(name or "chat", asdict(self))
+
+    @property
+    def url(self) -> str | None:
+        """The endpoint that was asked for, as lines name it."""
+        return None if self.endpoint is None else ENDPOINTS[bodies.named_endpoint(self.endpoint)]
 
     def flags(self, source: Path) -> str:
         """What `batchsvc results` needs to write the same table."""
@@ -99,7 +121,7 @@ class _Missing:
 
 @contextmanager
 def requests_of(
-    source: Path, prompting: Prompting, console: Console, *, endpoint: str, model: str | None, skip_invalid: bool
+    source: Path, prompting: Prompting, console: Console, *, model: str | None, skip_invalid: bool
 ) -> Iterator[Path]:
     """The file of requests: FILE itself, or one that is filled in from it and deleted in the end.
 
@@ -113,11 +135,28 @@ def requests_of(
         path = Path(folder) / f"{source.name.split('.')[0] or 'rows'}.jsonl"
         try:
             with reading(source) as table, path.open("wb") as out:
-                missing = _write(table, chosen, _Body(prompting, model), prompting.id_column, endpoint, out)
+                missing = _write(table, chosen, bodies_of(prompting, model), prompting, out)
         except OSError as error:
             raise CommandError(f"{error.filename or source} can't be used: {error.strerror}.") from error
         _tell(missing, console, skip_invalid=skip_invalid)
         yield path
+
+
+def bodies_of(prompting: Prompting, model: str | None) -> Bodies:
+    """What makes the bodies of the requests. Raises CommandError for a schema that can't be read."""
+    schema, named = schema_of(prompting.schema), None
+    if schema is not None:
+        assert prompting.schema is not None, "the schema was read from it"
+        named = "".join(c if c.isascii() and c.isalnum() else "_" for c in prompting.schema.stem)[:64], schema
+    return Bodies(
+        bodies.named_endpoint(prompting.endpoint or "chat"),
+        model=model,
+        system=prompting.system,
+        schema=named,
+        max_tokens=prompting.max_tokens,
+        temperature=prompting.temperature,
+        dimensions=prompting.dimensions,
+    )
 
 
 @contextmanager
@@ -155,9 +194,10 @@ def _template(prompting: Prompting, console: Console) -> Template:
     if not found.unshared:
         return found
     if not prompting.static_first:
+        or_system = ", or --system holds it" if prompting.url in _HAVE_SYSTEM else ""
         console.say(
             f"The template's text after its last column ({len(found.unshared)} characters) is computed for every row; "
-            "--static-first puts it first, or --system holds it, where all rows share it."
+            f"--static-first puts it first{or_system}, where all rows share it."
         )
         return found
     moved = found.static_first()
@@ -165,33 +205,10 @@ def _template(prompting: Prompting, console: Console) -> Template:
     return moved
 
 
-class _Body:
-    """The bodies of the requests, which differ in one message."""
-
-    def __init__(self, prompting: Prompting, model: str | None) -> None:
-        schema = schema_of(prompting.schema)
-        self._system = [] if prompting.system is None else [{"role": "system", "content": prompting.system}]
-        self._rest: dict[str, Any] = {
-            name: value
-            for name, value in (("max_tokens", prompting.max_tokens), ("temperature", prompting.temperature or 0))
-            if value is not None
-        }
-        self._model = {} if model is None else {"model": model}
-        if schema is not None:
-            assert prompting.schema is not None, "the schema was read from it"
-            name = "".join(c if c.isascii() and c.isalnum() else "_" for c in prompting.schema.stem)[:64]
-            described = {"name": name, "schema": schema, "strict": True}
-            self._rest["response_format"] = {"type": "json_schema", "json_schema": described}
-
-    def asking(self, prompt: str) -> dict[str, Any]:
-        return {**self._model, "messages": [*self._system, {"role": "user", "content": prompt}], **self._rest}
-
-
-def _write(
-    table: TableReader, chosen: Template, body: _Body, id_column: str | None, endpoint: str, out: BinaryIO
-) -> _Missing:
+def _write(table: TableReader, chosen: Template, made: Bodies, prompting: Prompting, out: BinaryIO) -> _Missing:
     from batchsvc.files.table_reader import values_of
 
+    id_column, url = prompting.id_column, prompting.url or ENDPOINT
     needed = list(dict.fromkeys([*chosen.columns, *([id_column] if id_column else [])]))
     _check_columns(needed, table.schema.names)
     missing, written = _Missing(), 0
@@ -208,9 +225,9 @@ def _write(
                     texts[name] = None
             absent = next((name for name in needed if texts[name] is None), None)
             request: dict[str, Any] = {"custom_id": texts[id_column] if id_column else f"row-{line}"}
-            request |= {"method": "POST", "url": endpoint}
+            request |= {"method": "POST", "url": url}
             if absent is None:
-                request["body"] = body.asking(chosen.fill([texts[name] or "" for name in chosen.columns]))
+                request["body"] = made.asking(chosen.fill([texts[name] or "" for name in chosen.columns]))
             else:
                 missing.note(line, absent)
             out.write(orjson.dumps(request) + b"\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,33 +11,11 @@ import typer
 from batchsvc.cli import outcome
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit
-from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
-from batchsvc.cli.prompt import (
-    IdColumnOption,
-    MaxTokensOption,
-    Prompting,
-    PromptOption,
-    SchemaOption,
-    StaticFirstOption,
-    SystemOption,
-    TemperatureOption,
-    requests_of,
-)
-from batchsvc.cli.run import (
-    DEFAULT_WINDOW,
-    ENDPOINT,
-    FileArgument,
-    InputOption,
-    ModelOption,
-    SkipOption,
-    WindowOption,
-    chosen_input,
-    endpoint_of,
-    line_model,
-    model_to_serve,
-    upload_progress,
-)
-from batchsvc.cli.target import absolute_model, names_itself, opened, select
+from batchsvc.cli.input_file import InputOptions, endpoint_of, model_to_serve
+from batchsvc.cli.options import ServerOptions, grouped
+from batchsvc.cli.prompt import Prompting, requests_of
+from batchsvc.cli.run import LineOptions, upload_progress
+from batchsvc.cli.target import names_itself
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import CANCELLING
 
@@ -50,58 +27,32 @@ _SHOWN_PROBLEMS = 20
 _BOUNDS = ("low", "expected", "high")
 
 
+@grouped
 def quote(
-    file: FileArgument = None,
-    input_file: InputOption = None,
-    model: ModelOption = None,
-    prompt: PromptOption = None,
-    system: SystemOption = None,
-    id_column: IdColumnOption = None,
-    schema: SchemaOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    static_first: StaticFirstOption = False,
-    skip_invalid: SkipOption = False,
-    window: WindowOption = DEFAULT_WINDOW,
+    *,
+    given: InputOptions,
+    prompting: Prompting,
+    wanted: LineOptions,
     sample: Annotated[
         int | None,
         typer.Option("--sample", min=1, max=100_000, metavar="N", help="Estimate from N random lines: no quote."),
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Say what a file would cost, and hold its prices: validated, tokenized and planned, but not run.
 
     `batchsvc run FILE --quote ID` runs it at these prices; its input never costs more than quoted.
     """
-    console = Console(as_json=as_json)
-    source = chosen_input(file, input_file)
-    model = absolute_model(model) if model else None
-    target = select(data_dir, url, api_key, os.environ)
-    prompting = Prompting(
-        prompt=prompt,
-        system=system,
-        id_column=id_column,
-        schema=schema,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        static_first=static_first,
-    )
-    wishes: dict[str, Any] = {
-        "completion_window": window,
-        "on_invalid": "skip" if skip_invalid else "fail",
-    }
+    console, source = server.console, given.chosen()
+    target, model = server.target, wanted.spelled_model
+    wishes = wanted.extensions()
     wishes |= {name: value for name, value in (("model", model), ("sample", sample)) if value}
-    with requests_of(
-        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
-    ) as requests:
+    with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
+        wishes["endpoint"] = endpoint_of(requests, prompting.url)
         named = model or model_to_serve(target, requests)
         is_ours = named is None or names_itself(named)
-        with opened(target, console, roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
+        with server.opened(roles=CANCELLING, purpose="quote", model=named, needs_model=is_ours) as session:
             try:
-                wishes["endpoint"] = endpoint_of(requests)
                 found = _asked(session.client, console, requests, wishes)
             except ApiError as error:
                 if error.status in (400, 413, 415, 422):
@@ -111,7 +62,7 @@ def quote(
     if found["status"] == "failed":
         outcome.tell_problems(found, console, all_by=f"batchsvc quote {source} --json")
         raise typer.Exit(Exit.REFUSED)
-    same = " and the same options" if prompt is not None else ""
+    same = " and the same options" if prompting.prompt is not None else ""
     _show(found, console, source, target.flags(), same)
 
 

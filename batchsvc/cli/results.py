@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,10 @@ from batchsvc.cli import following, merge, outcome, served, table_output
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import ENDED
-from batchsvc.cli.options import AllowErrorsOption, BatchArgument, DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.input_file import check_input
+from batchsvc.cli.options import AllowErrorsOption, BatchArgument, ServerOptions, grouped
 from batchsvc.cli.prompt import SchemaOption, schema_of
-from batchsvc.cli.run import check_output, chosen_input
-from batchsvc.cli.target import opened, select
+from batchsvc.cli.run import check_output
 from batchsvc.stack.options import ALL, READING
 
 if TYPE_CHECKING:
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 _ORDERS = ("completion", "input")
 
 
+@grouped
 def results(
+    *,
     batch_id: BatchArgument,
     output: Annotated[
         Path | None,
@@ -54,22 +55,19 @@ def results(
         str | None, typer.Option("--after", metavar="CURSOR", help="Of --follow: begin behind this line's cursor.")
     ] = None,
     allow_errors: AllowErrorsOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Write the result lines of an ended batch, in input order; with --follow those of a running one, as they come.
 
     With --json and -o the batch object goes to standard output; without -o the result lines do.
     """
-    console = Console(as_json=as_json)
+    console = server.console
     allowed_errors(allow_errors, 0)
     is_table = table is not None or schema is not None
     if is_table and output is None:
         raise CommandError("--input and --schema make a table: name its file with -o.", Exit.USAGE)
     if table is not None:
-        table = chosen_input(table, None)
+        check_input(table)
     schema_of(schema)
     if output is not None:
         table_output.check_name(output)
@@ -81,16 +79,16 @@ def results(
         raise CommandError("--follow writes lines: a table, or --merged, is for a batch that has ended.", Exit.USAGE)
     if not is_followed and (after is not None or order != "completion"):
         raise CommandError("--after and --order belong to --follow.", Exit.USAGE)
-    target = select(data_dir, url, api_key, os.environ)
+    directory = server.target.directory
     if is_followed:
-        model = served.model_of_batch(target.directory, batch_id) if target.directory else None
-        with opened(target, console, roles=ALL, purpose="results", model=model) as session:
+        model = served.model_of_batch(directory, batch_id) if directory else None
+        with server.opened(roles=ALL, purpose="results", model=model) as session:
             check = partial(served.check, session)
             batch = following.follow_results(
                 session.client, console, batch_id, output, order=order, after=after, check=check
             )
     else:
-        with opened(target, console, roles=READING, purpose="results") as session:
+        with server.opened(roles=READING, purpose="results") as session:
             client = session.client
             batch = client.batch(batch_id)
             wanted = merge.chain(client, batch) if is_merged else [batch]

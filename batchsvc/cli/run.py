@@ -2,75 +2,89 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
 import typer
 
 from batchsvc.cli import attach, merge, outcome, served, table_output
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
-from batchsvc.cli.options import AllowErrorsOption, DataDirOption, JsonOption, KeyOption, UrlOption
-from batchsvc.cli.prompt import (
-    IdColumnOption,
-    MaxTokensOption,
-    Prompting,
-    PromptOption,
-    SchemaOption,
-    StaticFirstOption,
-    SystemOption,
-    TemperatureOption,
-    requests_of,
-    schema_of,
-)
-from batchsvc.cli.target import Session, Target, absolute_model, opened, select
+from batchsvc.cli.input_file import InputOptions, endpoint_of, model_to_serve
+from batchsvc.cli.options import AllowErrorsOption, ServerOptions, grouped
+from batchsvc.cli.prompt import Prompting, requests_of, schema_of
+from batchsvc.cli.target import Session, absolute_model
 from batchsvc.stack.options import ALL, DEFAULT_MODEL
 
-ENDPOINT = "/v1/chat/completions"
-_OTHER_ENDPOINTS = ["/v1/completions", "/v1/embeddings", "/v1/responses"]
-_FIRST_LINE_BYTES = 1 << 20
 _TELL_BYTES = 32 * 1024 * 1024  # uploads above this say how far they are
 
-ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="Run every line on M, whatever its body.model says.")
-]
-NameOption = Annotated[
-    str | None, typer.Option("--name", metavar="N", help="Name of the batch; the same name and input go on with it.")
-]
-SkipOption = Annotated[bool, typer.Option("--skip-invalid", help="Turn broken lines into error lines.")]
-WindowOption = Annotated[
-    str, typer.Option("--window", metavar="W", help="How long the batch may take, of those that the server offers.")
-]
-PriorityOption = Annotated[
-    int, typer.Option("--priority", min=-10, max=10, help="Among your own batches: higher ones run first.")
-]
-QuotaOption = Annotated[
-    Literal["wait", "fail"], typer.Option("--on-quota", help="What the batch does while your token quota is full.")
-]
-QuotedOption = Annotated[
-    str | None, typer.Option("--quote", metavar="ID", help="Run at the prices of this quote (quote_...).")
-]
-MaxCostOption = Annotated[
-    str | None,
-    typer.Option("--max-cost", metavar="DOLLARS", help="The most that it may cost; the rest ends as error lines."),
-]
-FileArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="FILE", help="Requests, or with --prompt any table: JSONL, Parquet or CSV; plain, gz, zst."),
-]
-InputOption = Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")]
-DEFAULT_WINDOW = "24h"
+
+@dataclass(frozen=True, kw_only=True)
+class LineOptions:
+    """On what lines run, and what becomes of broken ones, by when."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="M", help="Run every line on M, whatever its body.model says.")
+    ] = None
+    skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Turn broken lines into error lines.")] = False
+    window: Annotated[
+        str, typer.Option("--window", metavar="W", help="How long the batch may take, of those that the server offers.")
+    ] = "24h"
+
+    @property
+    def spelled_model(self) -> str | None:
+        """The model by a name that means the same from any folder."""
+        return absolute_model(self.model) if self.model else None
+
+    @property
+    def line_model(self) -> str | None:
+        """What requests that are filled in name as their model: none, where the batch names one."""
+        return DEFAULT_MODEL if self.model is None else None
+
+    def extensions(self) -> dict[str, Any]:
+        """The window, and those of our extensions that aren't as usual: another server need not know them."""
+        return {"completion_window": self.window, "on_invalid": "skip" if self.skip_invalid else "fail"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(LineOptions):
+    """What is asked of a batch beside its lines."""
+
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="N", help="Name of the batch; the same name and input go on with it."),
+    ] = None
+    priority: Annotated[
+        int, typer.Option("--priority", min=-10, max=10, help="Among your own batches: higher ones run first.")
+    ] = 0
+    on_quota: Annotated[
+        Literal["wait", "fail"],
+        typer.Option("--on-quota", help="What the batch does while your token quota is full."),
+    ] = "wait"
+    max_cost: Annotated[
+        str | None,
+        typer.Option("--max-cost", metavar="DOLLARS", help="The most that it may cost; the rest ends as error lines."),
+    ] = None
+    quote: Annotated[
+        str | None, typer.Option("--quote", metavar="ID", help="Run at the prices of this quote (quote_...).")
+    ] = None
+
+    def extensions(self) -> dict[str, Any]:
+        unusual: dict[str, Any] = {"priority": self.priority} if self.priority else {}
+        unusual |= {"on_quota": self.on_quota} if self.on_quota != "wait" else {}
+        unusual |= {} if self.max_cost is None else {"max_cost": self.max_cost}
+        unusual |= {"quote_id": self.quote} if self.quote else {}
+        return {**super().extensions(), **unusual}
+
+
+@grouped
 def run(
-    file: FileArgument = None,
-    input_file: InputOption = None,
+    *,
+    given: InputOptions,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -80,66 +94,28 @@ def run(
             help="Results: JSONL, or a table (.parquet, .csv). Default: FILE's name with .results.jsonl, here.",
         ),
     ] = None,
-    name: NameOption = None,
-    model: ModelOption = None,
-    prompt: PromptOption = None,
-    system: SystemOption = None,
-    id_column: IdColumnOption = None,
-    schema: SchemaOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    static_first: StaticFirstOption = False,
-    skip_invalid: SkipOption = False,
-    window: WindowOption = DEFAULT_WINDOW,
-    priority: PriorityOption = 0,
-    on_quota: QuotaOption = "wait",
-    max_cost: MaxCostOption = None,
-    quote: QuotedOption = None,
+    prompting: Prompting,
+    wanted: BatchOptions,
     allow_errors: AllowErrorsOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Run a file of requests and write its results, in input order.
 
     Repeating the command goes on with the unfinished batch of the same input instead of paying twice. Ctrl-C leaves
     the batch running on a stack that was running before.
     """
-    console = Console(as_json=as_json)
-    source = chosen_input(file, input_file)
+    console, source = server.console, given.chosen()
     allowed_errors(allow_errors, 0)  # a wrong form is told before anything is paid for
-    prompting = Prompting(
-        prompt=prompt,
-        system=system,
-        id_column=id_column,
-        schema=schema,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        static_first=static_first,
-    )
     goal = _Goal.of(source, output, prompting)
     check_output(goal.path, source)
-    model = absolute_model(model) if model else None
-    target = select(data_dir, url, api_key, os.environ)
-    wishes = extensions(
-        window=window,
-        priority=priority,
-        on_quota=on_quota,
-        max_cost=max_cost,
-        skip_invalid=skip_invalid,
-        quote=quote,
-    )
-    with requests_of(
-        source, prompting, console, endpoint=ENDPOINT, model=line_model(model), skip_invalid=skip_invalid
-    ) as requests:
-        needed = model or model_to_serve(target, requests)
-        with opened(target, console, roles=ALL, purpose="run", model=needed) as session:
+    target = server.target
+    with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
+        job = Job.of(requests, prompting, wanted, label=source)
+        needed = job.model or model_to_serve(target, requests)
+        with server.opened(roles=ALL, purpose="run", model=needed) as session:
             batch: dict[str, Any] | None = None
             try:
-                batch = start(
-                    session, console, requests, name=name, model=model, wishes=wishes, results=goal.path, label=source
-                )
+                batch = job.start(session, console, results=goal.path)
                 before, started = batch, time.monotonic()
                 batch = follow(session.client, batch, console, check=partial(served.check, session))
                 elapsed_s = time.monotonic() - started
@@ -187,107 +163,60 @@ def _fetch(session: Session, batch: dict[str, Any], goal: _Goal) -> None:
         raise CommandError(f"{error.message} The results are kept: `{again}`.", error.code) from error
 
 
-def line_model(model: str | None) -> str | None:
-    """What requests that are filled in name as their model: none, where the batch names one."""
-    return DEFAULT_MODEL if model is None else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A file of requests and the batch that it is to become. `label` is what the user calls the input."""
 
+    requests: Path
+    endpoint: str
+    model: str | None
+    wanted: BatchOptions
+    label: Path
 
-def start(
-    session: Session,
-    console: Console,
-    source: Path,
-    *,
-    name: str | None,
-    model: str | None,
-    wishes: dict[str, Any],
-    results: Path | None,
-    label: Path | None = None,
-) -> dict[str, Any]:
-    """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it does;
-    `label`: what the user calls the input."""
-    if model:
-        console.say(f"Every line runs on {model}: --model overrides the model that the file names.")
-    sha256 = attach.sha256_of(source)
-    if results is not None:
-        wish = attach.Wish(
-            sha256=sha256,
-            name=name,
-            model=model,
-            on_invalid=wishes["on_invalid"],
-            has_results=results.exists(),
-            quote_id=wishes.get("quote_id"),
-        )
-        if found := attach.find(session.client, wish):
-            console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
-            return found
-    try:
-        return _create(session, console, source, sha256=sha256, name=name, model=model, wishes=wishes, label=label)
-    except ApiError as error:
-        if error.status in (400, 413, 415, 422):
-            raise CommandError(error.message, Exit.REFUSED) from error
-        raise
+    @classmethod
+    def of(cls, requests: Path, prompting: Prompting, wanted: BatchOptions, *, label: Path) -> Job:
+        """Raises CommandError for an endpoint that the file contradicts."""
+        endpoint = endpoint_of(requests, prompting.url)
+        return cls(requests=requests, endpoint=endpoint, model=wanted.spelled_model, wanted=wanted, label=label)
 
+    def start(self, session: Session, console: Console, *, results: Path | None) -> dict[str, Any]:
+        """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it
+        does."""
+        if self.model:
+            console.say(f"Every line runs on {self.model}: --model overrides the model that the file names.")
+        sha256, extensions = attach.sha256_of(self.requests), self.wanted.extensions()
+        if results is not None:
+            wish = attach.Wish(
+                sha256=sha256,
+                name=self.wanted.name,
+                model=self.model,
+                endpoint=self.endpoint,
+                on_invalid=extensions["on_invalid"],
+                has_results=results.exists(),
+                quote_id=self.wanted.quote or None,
+            )
+            if found := attach.find(session.client, wish):
+                console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
+                return found
+        try:
+            return self._create(session, console, sha256, extensions)
+        except ApiError as error:
+            if error.status in (400, 413, 415, 422):
+                raise CommandError(error.message, Exit.REFUSED) from error
+            raise
 
-def extensions(
-    *,
-    window: str,
-    priority: int,
-    on_quota: str,
-    skip_invalid: bool,
-    max_cost: str | None = None,
-    quote: str | None = None,
-) -> dict[str, Any]:
-    """The window, and those of our extensions that aren't as usual: another server need not know them."""
-    unusual: dict[str, Any] = {"priority": priority} if priority else {}
-    unusual |= {"on_quota": on_quota} if on_quota != "wait" else {}
-    unusual |= {} if max_cost is None else {"max_cost": max_cost}
-    unusual |= {"quote_id": quote} if quote else {}
-    return {"completion_window": window, "on_invalid": "skip" if skip_invalid else "fail", **unusual}
-
-
-def _create(
-    session: Session,
-    console: Console,
-    source: Path,
-    *,
-    sha256: str,
-    name: str | None,
-    model: str | None,
-    wishes: dict[str, Any],
-    label: Path | None,
-) -> dict[str, Any]:
-    uploaded = session.client.upload(source, upload_progress(console, source.stat().st_size))
-    metadata = {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: model} if model else {})
-    body: dict[str, Any] = {
-        "input_file_id": uploaded["id"],
-        "endpoint": endpoint_of(source),
-        "metadata": metadata,
-        **wishes,
-    }
-    body |= {key: value for key, value in (("name", name), ("model", model)) if value}
-    batch = session.client.create_batch(body)
-    console.say(f"{label or source} is batch {batch['id']}.")
-    return batch
-
-
-def chosen_input(file: Path | None, input_file: Path | None) -> Path:
-    """The one input that was named, if it can be read. Raises CommandError in one sentence."""
-    if (file is None) == (input_file is None):
-        raise CommandError("Name one input: FILE or -i FILE.", Exit.USAGE)
-    source = file or input_file
-    assert source is not None, "one of the two was given"
-    try:
-        if source.is_dir():
-            raise CommandError(f"{source} is a directory: name a JSONL, Parquet or CSV file.", Exit.USAGE)
-        with source.open("rb") as opened_file:
-            first = opened_file.read(1)
-    except FileNotFoundError:
-        raise CommandError(f"There is no file {source}.", Exit.USAGE) from None
-    except OSError as error:
-        raise CommandError(f"{source} can't be read: {error.strerror}.", Exit.USAGE) from error
-    if not first:
-        raise CommandError(f"{source} is empty: it needs one request a line.", Exit.REFUSED)
-    return source
+    def _create(self, session: Session, console: Console, sha256: str, extensions: dict[str, Any]) -> dict[str, Any]:
+        uploaded = session.client.upload(self.requests, upload_progress(console, self.requests.stat().st_size))
+        body: dict[str, Any] = {
+            "input_file_id": uploaded["id"],
+            "endpoint": self.endpoint,
+            "metadata": {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: self.model} if self.model else {}),
+            **extensions,
+        }
+        named = (("name", self.wanted.name), ("model", self.model))
+        batch = session.client.create_batch(body | {key: value for key, value in named if value})
+        console.say(f"{self.label} is batch {batch['id']}.")
+        return batch
 
 
 def check_output(path: Path, source: Path | None) -> None:
@@ -303,32 +232,6 @@ def check_output(path: Path, source: Path | None) -> None:
             partial.unlink()
     except OSError as error:
         raise CommandError(f"{path} can't be written: {error.strerror}.", Exit.USAGE) from error
-
-
-def model_to_serve(target: Target, source: Path) -> str | None:
-    """The model that a stack for this file has to serve: what its first line names, if that was registered."""
-    if target.directory is None:
-        return None
-    try:
-        with source.open("rb") as file:
-            named = orjson.loads(file.readline(_FIRST_LINE_BYTES))["body"]["model"]
-    except (ValueError, TypeError, KeyError):  # Parquet, or a line that the planner will refuse
-        return None
-    if not isinstance(named, str) or named == DEFAULT_MODEL:
-        return None
-    from batchsvc.stack.prepare import registered_path
-
-    return registered_path(target.directory, named)
-
-
-def endpoint_of(source: Path) -> str:
-    """The endpoint that the first line of requests names; that of chats, where none can be read from it."""
-    try:
-        with source.open("rb") as file:
-            url = orjson.loads(file.readline(_FIRST_LINE_BYTES))["url"]
-    except (ValueError, TypeError, KeyError):
-        return ENDPOINT
-    return url if url in _OTHER_ENDPOINTS else ENDPOINT
 
 
 def upload_progress(console: Console, total: int) -> Any:

@@ -21,7 +21,9 @@ import zstandard
 from batchsvc.cli import merge
 from batchsvc.cli.answers import Asked, Column
 from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.input_file import ENDPOINTS
 from batchsvc.cli.prompt import reading, schema_of
+from batchsvc.files.formats import BATCH_COLUMNS
 from batchsvc.files.template import NoTextError, text_of
 
 if TYPE_CHECKING:
@@ -67,17 +69,19 @@ def write_table(
 ) -> int:
     """Write the results of an ended batch, or these lines, by way of `<path>.partial`, beside the rows of `source`.
     Returns how many rows. Without `source`, the rows are the result lines, with `line` and `custom_id`."""
-    asked = Asked.of(schema_of(schema))
+    described, is_embedding = schema_of(schema), batch.get("endpoint") == ENDPOINTS["embeddings"]
     partial = merge.partial_of(path)
     try:
         with ExitStack() as stack:
             results = _numbered(lines or merge.results(client, batch))
             stack.enter_context(closing(results))
             if source is None:
-                count = _write(path, partial, _own_schema(), _own_rows(results), asked)
+                count = _write(path, partial, _own_schema(), _own_rows(results), Asked.of(described))
             else:
                 table = stack.enter_context(reading(source))
                 rows = ((found.lines, found.columns) for found in table.batches())
+                has_requests = set(BATCH_COLUMNS) <= set(table.schema.names)  # which may ask for several vectors each
+                asked = Asked.of(described, is_vector=is_embedding and not has_requests)
                 count = _write(path, partial, table.schema, joined(rows, results), asked)
                 _check_count(source, count, (batch.get("request_counts") or {}).get("total"))
         partial.replace(path)
@@ -288,7 +292,13 @@ def _field(column: Column) -> pa.Field:
 
     from batchsvc.files.arrow_table import IS_JSON
 
-    kinds = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+    kinds = {
+        "text": pa.string(),
+        "integer": pa.int64(),
+        "number": pa.float64(),
+        "boolean": pa.bool_(),
+        "vector": pa.list_(pa.float32()),
+    }
     metadata = IS_JSON if column.kind == "json" else None
     return pa.field(column.name, kinds.get(column.kind, pa.string()), metadata=metadata)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote, urlsplit
 
 import typer
 
-from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import DataDirOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import ServerOptions, grouped
 from batchsvc.cli.outcome import local_time
-from batchsvc.cli.target import opened, select
 from batchsvc.stack.options import READING
 
 if TYPE_CHECKING:
@@ -30,7 +26,9 @@ EndpointArgument = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Id of
 
 
 @app.command()
+@grouped
 def create(
+    *,
     receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="The https:// URL that events are sent to.")],
     events: Annotated[
         str,
@@ -43,14 +41,11 @@ def create(
     name: Annotated[
         str | None, typer.Option("--name", metavar="N", help="What it is; default: the URL's host.")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Have events of the project sent to a URL. The signing secret is shown this once."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         wanted = client.get("/webhook_event_types")["data"] if events == "all" else _listed(events)
         body = {"url": receiver, "event_types": wanted, "name": name or _host(receiver)}
         made = client.post(_ROUTE, body)
@@ -60,12 +55,13 @@ def create(
 
 
 @app.command("list")
+@grouped
 def list_endpoints(
-    data_dir: DataDirOption = None, url: UrlOption = None, api_key: KeyOption = None, as_json: JsonOption = False
+    server: ServerOptions,
 ) -> None:
     """List the receivers of the project, without their secrets."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         page = client.get(f"{_ROUTE}?limit=100")
     console.result(page)
     rows = [{**row, "events": ",".join(row["event_types"]), "state": _state(row)} for row in page["data"]]
@@ -73,52 +69,48 @@ def list_endpoints(
 
 
 @app.command()
+@grouped
 def delete(
     endpoint: EndpointArgument,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Delete a receiver; what is on its way to it is not sent any more."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         gone = client.delete(_path(endpoint))
     console.out(f"{gone['id']} is deleted.")
     console.result(gone)
 
 
 @app.command()
+@grouped
 def rotate(
+    *,
     endpoint: EndpointArgument,
     keep_old: Annotated[
         bool, typer.Option("--keep-old", help="Let the old secret sign beside the new one for 24 hours.")
     ] = False,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Make a new signing secret, which is shown this once; the old one ends."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         made = client.post(_path(endpoint, "rotate_secret"), {"keep_old_secret_active_for_24_hours": keep_old})
     console.out(made["signing_secret"])
     console.result(made)
 
 
 @app.command("test")
+@grouped
 def send_test(
+    *,
     endpoint: EndpointArgument,
     event: Annotated[str, typer.Option("--event", metavar="TYPE", help="The event to send.")] = "batch.completed",
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """Send a sample event to a receiver now, and say what it answered. Exits 1 unless that was a 2xx."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         answer = client.post(_path(endpoint, "test"), {"event_type": event})
     console.out(f"{endpoint} answered {answer['status_code']} to {answer['event_type']}.")
     console.result(answer)
@@ -127,17 +119,16 @@ def send_test(
 
 
 @app.command()
+@grouped
 def deliveries(
+    *,
     endpoint: EndpointArgument,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="The newest so many.")] = 20,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """List what was sent to a receiver, or will be, with what it answered last."""
-    console = Console(as_json=as_json)
-    with _client(console, data_dir, url, api_key) as client:
+    console = server.console
+    with _client(server) as client:
         page = client.get(f"{_path(endpoint, 'deliveries')}?limit={limit}")
     console.result(page)
     rows = [
@@ -156,9 +147,8 @@ def deliveries(
 
 
 @contextmanager
-def _client(console: Console, data_dir: Path | None, url: str | None, api_key: str | None) -> Iterator[Client]:
-    target = select(data_dir, url, api_key, os.environ)
-    with opened(target, console, roles=READING, purpose="webhooks") as session:
+def _client(server: ServerOptions) -> Iterator[Client]:
+    with server.opened(roles=READING, purpose="webhooks") as session:
         yield session.client
 
 

@@ -29,6 +29,7 @@ FAST_SETTINGS = {
     "BATCHSVC_REAPER_S": "1",
     "BATCHSVC_RENEW_S": "1",
     "BATCHSVC_TERM_GRACE_S": "3",
+    "BATCHSVC_EGRESS_ALLOW": "127.0.0.0/8",  # receivers of tests
 }
 
 

@@ -144,3 +144,31 @@ def test_wrong_templates_and_names_are_told_before_anything_is_sent(stack_cli: R
         refused = stack_cli("run", source, *options)
         assert refused.code == 2, refused.err
         assert says in refused.err
+
+
+def test_a_table_is_asked_on_any_endpoint(stack: Stack, stack_cli: Run, files: dict[str, Path], tmp_path: Path) -> None:
+    """Completions, responses and vectors of the same rows; and a packed file of requests runs as what it is."""
+    asked = ("--model", stack.model, "--prompt", SAYS, "--id-column", "id")
+    for endpoint, options in (("completions", ()), ("responses", ("--system", "Be brief."))):
+        out = tmp_path / f"{endpoint}.parquet"
+        ran = stack_cli("run", files["parquet"], *asked, "--endpoint", endpoint, *options, "--max-tokens", 4, "-o", out)
+        assert ran.code == 0, ran.err
+        table = pq.read_table(out)
+        assert table["id"].to_pylist() == IDS and all(table["answer_2"].to_pylist())
+        assert set(table["output_tokens"].to_pylist()) <= {1, 2, 3, 4}
+    out = tmp_path / "vectors.parquet"
+    ran = stack_cli("run", files["parquet"], *asked, "--endpoint", "embeddings", "--dimensions", 8, "-o", out)
+    assert ran.code == 0, ran.err
+    table = pq.read_table(out)
+    assert [len(vector) for vector in table["embedding"].to_pylist()] == [8] * 6
+    assert table["cost_nanos"].to_pylist() and set(table["output_tokens"].to_pylist()) == {None}
+
+    row = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"model": stack.model, "input": "x"}}
+    packed = tmp_path / "packed"
+    packed.write_bytes(gzip.compress(json.dumps(row).encode()))
+    ran = stack_cli("run", packed, "-o", tmp_path / "packed.jsonl")
+    assert ran.code == 0, ran.err
+    (answer,) = read_lines(tmp_path / "packed.jsonl")
+    assert answer["response"]["body"]["data"][0]["embedding"]
+    ran = stack_cli("run", packed, "--endpoint", "completions")
+    assert ran.code == 2 and "asks for /v1/completions, and the first line" in ran.err

@@ -23,11 +23,13 @@ class Listed:
 
 def batch(batch_id: str, status: str, *, sha: str = "a", name: str | None = None, **more: Any) -> dict[str, Any]:
     metadata = {SHA_KEY: sha} | ({MODEL_KEY: more["model"]} if "model" in more else {})
-    return {"id": batch_id, "status": status, "name": name, "metadata": metadata, "on_invalid": more.get("on_invalid")}
+    shown = {"id": batch_id, "status": status, "name": name, "metadata": metadata, "on_invalid": more.get("on_invalid")}
+    return {**shown, "endpoint": more.get("endpoint", "/v1/embeddings")}
 
 
 def wish(*, name: str | None = None, has_results: bool = False, model: str | None = None) -> Wish:
-    return Wish(sha256="a", name=name, model=model, on_invalid="fail", has_results=has_results)
+    asked = {"sha256": "a", "endpoint": "/v1/embeddings", "on_invalid": "fail"}
+    return Wish(**asked, name=name, model=model, has_results=has_results)
 
 
 def found(asked: Wish, *batches: dict[str, Any]) -> str | None:
@@ -48,6 +50,7 @@ def test_unfinished_work_goes_on(status: str) -> None:
         batch("b", "in_progress", name="n"),
         batch("b", "in_progress", model="m"),
         batch("b", "in_progress", on_invalid="skip"),
+        batch("b", "in_progress", endpoint="/v1/responses"),
         batch("b", "cancelled"),
         batch("b", "cancelling"),
         batch("b", "failed"),

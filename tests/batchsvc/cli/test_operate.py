@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from batchsvc.cli import main
-from batchsvc.cli.run import extensions
+from batchsvc.cli.run import BatchOptions, LineOptions
 from batchsvc.settings import Settings
 from tests.batchsvc.batches.door import Door
 
@@ -40,14 +40,10 @@ def admin(door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_only_what_is_unusual_is_sent() -> None:
-    assert extensions(window="24h", priority=0, on_quota="wait", skip_invalid=False) == {
-        "completion_window": "24h",
-        "on_invalid": "fail",
-    }
-    assert (
-        extensions(window="24h", priority=0, on_quota="wait", skip_invalid=False, max_cost="1.5")["max_cost"] == "1.5"
-    )
-    assert extensions(window="1h", priority=-3, on_quota="fail", skip_invalid=True) == {
+    usual = {"completion_window": "24h", "on_invalid": "fail"}
+    assert LineOptions().extensions() == BatchOptions(name="n", model="m").extensions() == usual
+    assert BatchOptions(max_cost="1.5").extensions() == {**usual, "max_cost": "1.5"}
+    assert BatchOptions(window="1h", priority=-3, on_quota="fail", skip_invalid=True).extensions() == {
         "completion_window": "1h",
         "on_invalid": "skip",
         "priority": -3,

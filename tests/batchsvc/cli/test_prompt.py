@@ -30,7 +30,7 @@ ROWS = b'{"id": "007", "review": "good\xe2\x80\xa8", "n": [1]}\n\n{"id": "008", 
 def requests(source: Path, *, skip_invalid: bool = False, model: str | None = "m", **options: Any) -> list[Any]:
     """The lines of the file that is made of a table; None for a blank one."""
     prompting = Prompting(**options)
-    with requests_of(source, prompting, Console(), endpoint=URL, model=model, skip_invalid=skip_invalid) as path:
+    with requests_of(source, prompting, Console(), model=model, skip_invalid=skip_invalid) as path:
         return [json.loads(line) if line else None for line in path.read_bytes().split(b"\n")[:-1]]
 
 
@@ -90,9 +90,7 @@ def test_text_after_the_last_column_is_told_and_moves_only_when_asked_to(
 def test_the_file_goes_and_is_the_same_every_time(source: Path) -> None:
     made = []
     for _ in range(2):
-        with requests_of(
-            source, Prompting(prompt="{review}"), Console(), endpoint=URL, model="m", skip_invalid=False
-        ) as path:
+        with requests_of(source, Prompting(prompt="{review}"), Console(), model="m", skip_invalid=False) as path:
             made.append(path.read_bytes())
         assert not path.parent.exists()
     assert made[0] == made[1]
@@ -121,9 +119,11 @@ def result(line: int, content: str) -> dict[str, Any]:
     return {"custom_id": str(line), "line": line, "response": {"status_code": 200, "body": body}, "error": None}
 
 
-def write(lines: list[dict[str, Any]], out: Path, source: Path | None, schema: Path | None = None) -> int:
+def write(
+    lines: list[dict[str, Any]], out: Path, source: Path | None, schema: Path | None = None, endpoint: str = URL
+) -> int:
     server: Any = Server(lines)
-    batch = {"output_file_id": "file-o", "request_counts": {"total": len(lines)}}
+    batch = {"endpoint": endpoint, "output_file_id": "file-o", "request_counts": {"total": len(lines)}}
     return write_table(server, batch, out, source=source, schema=schema)
 
 
@@ -218,3 +218,31 @@ def test_names_say_what_is_written() -> None:
         ("reviews", "reviews.results.jsonl"),
     ):
         assert default_path(Path(source)) == Path(out)
+
+
+def test_rows_become_requests_of_another_endpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _, second = requests(source, prompt="{review} it says", endpoint="embeddings", dimensions=4)
+    assert first["url"] == second["url"] == "/v1/embeddings"
+    assert first["body"] == {"model": "m", "input": "good\u2028 it says", "dimensions": 4}
+    assert "--system" not in capsys.readouterr().err, "an embedding has none"
+
+
+def test_vectors_are_a_column_of_numbers_beside_rows_and_text_beside_requests(source: Path, tmp_path: Path) -> None:
+    def vector(line: int, *vectors: object) -> dict[str, Any]:
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors)]
+        body = {"object": "list", "data": data, "usage": {"prompt_tokens": 1, "total_tokens": 1, "cost_nanos": 5}}
+        return {"line": line, "custom_id": str(line), "response": {"status_code": 200, "body": body}, "error": None}
+
+    lines = [vector(1, [0.5, -1.0]), vector(3, "AAAA")]
+    for name in ("o.parquet", "o.csv", "o.jsonl"):
+        assert write(lines, tmp_path / name, source, endpoint="/v1/embeddings") == 2
+    table = pq.read_table(tmp_path / "o.parquet")
+    assert table["embedding"].to_pylist() == [[0.5, -1.0], None] and "answer" not in table.schema.names
+    assert table.schema.field("embedding").type == pa.list_(pa.float32())
+    assert [str(error)[:14] for error in table["error"].to_pylist()] == ["None", "invalid_answer"]
+    assert '"[0.5,-1.0]"' in (tmp_path / "o.csv").read_text()
+    assert json.loads((tmp_path / "o.jsonl").read_bytes().splitlines()[0])["embedding"] == [0.5, -1.0]
+    batch_form = tmp_path / "requests.jsonl"
+    batch_form.write_bytes(b'{"custom_id": "1", "body": {"input": ["a", "b"]}}\n')
+    write([vector(1, [0.5], [0.25])], tmp_path / "p.parquet", batch_form, endpoint="/v1/embeddings")
+    assert pq.read_table(tmp_path / "p.parquet")["answer"].to_pylist() == ["[[0.5],[0.25]]"]

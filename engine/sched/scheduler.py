@@ -25,17 +25,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.cache.prefix import Entry, PrefixIndex
+from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence, SequenceState
 from engine.cache.tables import BlockTables
 from engine.pooling import rows_wanted, uses_cache
 from engine.request import Expectation, FinishReason, Request
-from engine.sched.budget import Load, StepBudget, least_outputs, predicted_peak_blocks, too_large
+from engine.sched.budget import Load, StepBudget, least_outputs, too_large
 from engine.sched.counters import Counters
 from engine.sched.expected import ExpectedUses, block_uses
 from engine.sched.forecast import Forecast
 from engine.sched.forks import Forks, are_siblings, has_prompt
 from engine.sched.limits import StepLimits
+from engine.sched.peak import Peak
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
 
@@ -89,6 +90,7 @@ class Scheduler:
         self._forecast = Forecast()
         self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._next_use)
         self._pool = self._tables.pool
+        self._peak = Peak(self._tables, self._forecast)
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # by rank
         self._in_flight: deque[tuple[int, list[_Share]]] = deque()
@@ -293,18 +295,19 @@ class Scheduler:
     def _can_fork(self, parent: Sequence, child: Sequence) -> bool:
         is_possible = has_prompt(parent) and are_siblings(parent, child) and self._free_slots() >= child.decodes
         shared = parent.entries[: (parent.num_prompt_tokens - 1) // self._block_tokens]
-        return is_possible and self._fits([*self._loads(), self._new_load(child, shared)])
+        return is_possible and self._peak.fits([*self._peak.loads(self._running), self._peak.new_load(child, shared)])
 
     def _free_slots(self) -> int:
         """How many more sequences may decode."""
         return self._limits.max_running - sum(seq.decodes for seq in self._running)
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """A placeholder can only be computed in the step right after the one that samples it; where a grammar decides
-        which tokens may come next, it must be read first."""
-        may_guess = seq.last_step == self._next_step - 1 and not seq.request.params.grammar
-        is_current = not seq.num_unread or may_guess
-        return seq.state is SequenceState.RUNNING and is_current
+        """A placeholder can only be computed in the step right after the one that samples it. Where a grammar decides
+        which tokens may come next, it must be read first; where penalties count those before, they must have been."""
+        params = seq.request.params
+        may_guess = seq.last_step == self._next_step - 1 and not params.grammar
+        may_guess &= seq.num_unread == 1 or not params.has_penalties
+        return seq.state is SequenceState.RUNNING and (not seq.num_unread or may_guess)
 
     def _chunk_tokens(self, seq: Sequence, budget: StepBudget) -> int:
         return min(seq.num_pending, budget.tokens, self._tables.room(seq))
@@ -374,9 +377,9 @@ class Scheduler:
                 continue
             other_lane = bool(passed) and seq.request.lane != passed[0].request.lane
             if num_shared != self._pool.num_shared:  # at first, and when somebody's private blocks are shared now
-                loads, num_shared = self._loads(), self._pool.num_shared
-            load = self._new_load(seq, chain)
-            if other_lane or not self._fits([*loads, load]):
+                loads, num_shared = self._peak.loads(self._running), self._pool.num_shared
+            load = self._peak.new_load(seq, chain)
+            if other_lane or not self._peak.fits([*loads, load]):
                 passed.append(seq)
                 if other_lane or seq.num_overtaken >= _PATIENCE:
                     break
@@ -401,28 +404,6 @@ class Scheduler:
             self.counters.hit_tokens += seq.computed_tokens
         else:
             self.counters.recomputed_tokens -= seq.computed_tokens
-
-    def _fits(self, loads: list[Load]) -> bool:
-        """Whether the predicted peak of these sequences fits. A first one is always let in."""
-        peak_blocks = self._pool.num_shared + predicted_peak_blocks(loads, self._block_tokens)
-        return len(loads) == 1 or peak_blocks <= self.num_blocks * (1 - self._forecast.reserve)
-
-    def _loads(self) -> list[Load]:
-        """Of the running sequences."""
-        return [self._load(seq, self._tables.num_shared(seq)) for seq in self._running]
-
-    def _new_load(self, seq: Sequence, chain: list[Entry]) -> Load:
-        """Of a sequence that would start from `chain`: blocks of it that somebody uses cost nothing."""
-        if len(chain) * self._block_tokens == len(seq.tokens):
-            chain = chain[:-1]  # its last block will be a copy
-        return self._load(seq, sum(1 for entry in chain if self._pool.num_references(entry.block)))
-
-    def _load(self, seq: Sequence, shared_blocks: int) -> Load:
-        num_outputs = seq.num_outputs
-        draw = (seq.rank * 0x9E3779B1 & 0xFFFFFFFF) / 2**32  # of any ranks in a row, evenly spread
-        expected = self._forecast.output_tokens(seq.request, num_outputs, seq.max_outputs, draw)
-        private_tokens = max(len(seq.tokens) - shared_blocks * self._block_tokens, 0)
-        return Load(private_tokens, max(expected - num_outputs - 1, 0))
 
     def _commit_blocks(self, seq: Sequence, end_tokens: int) -> None:
         before = len(seq.entries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.request import FinishReason
+from engine.sched.plan import PLACEHOLDER
 from tests.engine.oracle import EOS, answer, request
 from tests.engine.sched.harness import Harness
 
@@ -442,3 +443,12 @@ def test_the_oracle_knows_what_eos_is() -> None:
     reasons = {answer(r)[1] for r in mixed()}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
     assert all(EOS not in answer(r)[0][:-1] for r in mixed())
+
+
+def test_what_penalties_count_is_known_however_far_ahead_steps_are_scheduled() -> None:
+    harness = Harness()
+    harness.add(request("r", STEM, 9, ignore_eos=True, frequency_penalty=0.5), request("free", STEM, 9))
+    harness.run(depth=3)
+    harness.assert_answers()
+    histories = [chunk.history for plan in harness.plans for chunk in plan.chunks if chunk.history]
+    assert len(histories) == 8 and not any(PLACEHOLDER in history for history in histories)

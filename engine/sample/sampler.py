@@ -1,6 +1,7 @@
 """Rows of logits to token ids.
 
-1. Rows that hold a NaN or an infinity get no id: their sequence fails, the others go on.
+1. Rows that hold a NaN or an infinity get no id, nor do those where no token may come: their sequence fails, the others
+   go on.
 2. Bias and penalties change the logits (penalties.py). Tokens that a grammar doesn't allow, and those that may not come
    yet (ends of answer before `min_tokens`), are masked. A grammar that allows nothing else than such an end has it.
 3. Greedy rows take the largest logit (a runner may do that in the head, without logits).
@@ -31,12 +32,15 @@ NARROW = 1024
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
-    """logits [R, vocab] float32 (modified) -> one id a row; None where the row holds a NaN or an infinity."""
+    """logits [R, vocab] float32 (modified) -> one id a row; None where the row holds a NaN or an infinity, and where no
+    token may come."""
     assert len(logits) == len(rows), "one SampleRow for each row of logits"
-    is_sound = logits.sum(dim=-1).isfinite().tolist()
+    is_finite = logits.sum(dim=-1).isfinite()
     adjust(logits, rows)
     mask(logits, rows)
-    ids: list[int | None] = list(logits.argmax(dim=-1).tolist())
+    likeliest = logits.argmax(dim=-1, keepdim=True)
+    is_sound = (is_finite & (logits.gather(1, likeliest)[:, 0] > -math.inf)).tolist()
+    ids: list[int | None] = list(likeliest[:, 0].tolist())
     drawn = [i for i, row in enumerate(rows) if not takes_largest(row.params) and is_sound[i]]
     plain = [i for i in drawn if not _is_filtered(rows[i].params)]
     filtered = [i for i in drawn if _is_filtered(rows[i].params)]
@@ -86,7 +90,7 @@ def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow], width: int) -> tup
     least = torch.tensor([_log(row.params.min_p) for row in rows], dtype=torch.float64)[:, None]
     total = row_sums(scaled.exp().masked_fill_(scaled < least, 0.0))
     values, candidates = scaled.topk(width, dim=-1)
-    top_k = torch.tensor([row.params.top_k or vocab for row in rows])[:, None]
+    top_k = torch.tensor([min(row.params.top_k or vocab, vocab) for row in rows])[:, None]
     top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64)[:, None]
     cut = (torch.arange(width)[None, :] >= top_k) | (values < least)
     mass = values.exp().masked_fill_(cut, 0.0)

@@ -111,3 +111,11 @@ def test_choices_of_one_prompt_differ() -> None:
     logits = torch.zeros(1, 1000)
     row = SampleRow(params(), 5)
     assert sample(logits.clone(), [row]) != sample(logits.clone(), [replace(row, choice=1)])
+
+
+@pytest.mark.parametrize("p", [params(temperature=0), params(), params(top_p=0.9), params(top_k=10**30, min_p=0.1)])
+def test_a_row_of_which_no_token_may_come_gets_none_and_costs_the_others_nothing(p: SamplingParams) -> None:
+    logits = torch.tensor([[1.0, 3.0, 0.5, 2.5]]).repeat(3, 1)
+    rows = [SampleRow(p, 5), SampleRow(p, 5, masked_ids=(0, 1, 2, 3)), SampleRow(p, 5, masked_ids=(0, 2, 3))]
+    first, none, only = sample(logits, rows)
+    assert first is not None and none is None and only == 1

@@ -21,6 +21,7 @@ from batchsvc.batches.schemas import CreateBatch, RunAgain
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files import service as files
 from batchsvc.files.tables import File
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -51,7 +52,7 @@ def ended(session: Session, project_id: str, batch_id: str, scope: Scope) -> End
     if batch.status not in TERMINAL:
         raise _refused(batch, f"only a batch that has ended has lines to {scope}: wait for it or cancel it")
     if batch.status == Status.FAILED:
-        raise _refused(batch, "its input was refused and nothing has run: correct the input and create a new batch")
+        raise _refused(batch, "nothing of it has run: correct what its `errors` name and create a new batch")
     if scope is Scope.CONTINUE and batch.status == Status.COMPLETED:
         raise _refused(batch, "all of its lines have run: `retry` runs those again that failed")
     has_run = batch.in_progress_ms is not None
@@ -85,6 +86,10 @@ def create(
 ) -> Batch:
     """The new batch, at the prices of today. `batch_id` and `is_retry` as for every new batch."""
     body = _body(found.batch, wishes)
+    # held till the transaction ends: whoever sends this call again waits here, and then sees what the first one made
+    if files.find_for_batch(session, caller.project_id, found.batch.input_file_id) is None:
+        says = f"its input {found.batch.input_file_id} is gone, deleted or expired: upload it again for a new batch"
+        raise _refused(found.batch, says, code="input_deleted")
     if is_retry:
         since_ms = database_now_ms(session) - RETRY_MS
         for earlier in queries.continuations(session, caller.api_key_id, found.batch, since_ms):
@@ -92,6 +97,8 @@ def create(
                 return earlier
     row = service.create_batch(session, caller, body, settings, batch_id=batch_id)
     row.parent_batch_id, row.chosen_lines = found.batch.id, chosen
+    if found.batch.num_requests:  # a message batch counts its requests from the start
+        row.num_requests = found.batch.num_requests if chosen is None else len(line_set.decode(chosen))
     session.flush()
     return row
 

@@ -16,7 +16,7 @@ from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
-from batchsvc.batches import inputs, message_results, message_service, service
+from batchsvc.batches import inputs, line_set, message_results, message_service, service
 from batchsvc.batches.inputs import InlineInput
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.message_body import MESSAGES
@@ -153,7 +153,12 @@ def _results(context: Context, found: Results) -> Iterator[bytes]:
         outcome: dict[str, Any] = {"type": found.outcome}
     else:
         outcome = message_results.errored(found.outcome, found.reason)
-    rows = map(orjson.loads, _lines(context, found.input))
+    chosen = None if found.chosen_lines is None else set(line_set.decode(found.chosen_lines).tolist())
+    rows = (
+        orjson.loads(line)
+        for line_no, line in enumerate(_lines(context, found.input), start=1)
+        if chosen is None or line_no in chosen
+    )
     return (message_results.result_line(row["custom_id"], outcome) for row in rows)
 
 

@@ -16,7 +16,6 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch, message_batch_object
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
-from batchsvc.db.keyset import Cursor
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import service as files
@@ -33,12 +32,13 @@ _NEVER_BEGAN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Where the results of an ended batch are: in its files; of one that never began, `input` names the requests,
-    `outcome` what became of all of them, and `reason` why."""
+    """Where the results of an ended batch are: in its files; of one that never began, `input` names the requests (all,
+    or the `chosen_lines`), `outcome` what became of all of them, and `reason` why."""
 
     output: File | None = None
     error: File | None = None
     input: File | None = None
+    chosen_lines: bytes | None = None
     outcome: str = ""
     reason: str = ""
 
@@ -91,12 +91,11 @@ def list_batches(
     beyond = None
     for name, batch_id in (("after_id", after_id), ("before_id", before_id)):
         if batch_id:
-            row = queries.batch(session, project_id, batch_id)
-            if row is None:
+            beyond = queries.cursor(session, project_id, batch_id)
+            if beyond is None:
                 raise InvalidRequestError(
                     f"{name}: there is no message batch {batch_id}.", code="invalid_value", param=name
                 )
-            beyond = Cursor(row.created_ms, row.id)
     is_newer = bool(before_id)
     found = message_queries.message_batches(session, project_id, beyond=beyond, is_newer=is_newer, limit=limit + 1)
     rows = found[:limit]
@@ -122,7 +121,12 @@ def results(session: Session, project_id: str, batch_id: str) -> Results:
     if row.in_progress_ms is None:
         outcome, kind = _NEVER_BEGAN[Status(row.status)]
         reason = "; ".join(str(problem["message"]) for problem in (row.errors or [])[:1])
-        return Results(input=files.get(session, project_id, row.input_file_id), outcome=kind or outcome, reason=reason)
+        return Results(
+            input=files.get(session, project_id, row.input_file_id),
+            chosen_lines=row.chosen_lines,
+            outcome=kind or outcome,
+            reason=reason,
+        )
     output, error = (
         files.get(session, project_id, file_id) if file_id else None
         for file_id in (row.output_file_id, row.error_file_id)

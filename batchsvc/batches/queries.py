@@ -38,6 +38,13 @@ def batches(
     return list(session.scalars(page(wanted, Batch.created_ms, Batch.id, after, limit, ascending)))
 
 
+def cursor(session: Session, project_id: str, batch_id: str) -> Cursor | None:
+    """Where a batch stands in listings; a deleted one keeps its place, so that a walk over pages goes on."""
+    found = select(Batch.created_ms, Batch.id).where(Batch.id == batch_id, Batch.project_id == project_id)
+    row = session.execute(found).first()
+    return Cursor(row.created_ms, row.id) if row else None
+
+
 def batches_like(session: Session, api_key_id: str, input_file_id: str, since_ms: int) -> list[Batch]:
     """Batches that a key has made of a file since then, newest first: candidates for a repeated create."""
     wanted = select(Batch).where(

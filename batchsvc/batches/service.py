@@ -20,7 +20,6 @@ from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
-from batchsvc.db.keyset import Cursor
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.http.paging import PageArgs
@@ -97,8 +96,7 @@ def list_batches(session: Session, project_id: str, page: PageArgs, name: str | 
     """One more batch than the page holds, if there is one."""
     after = None
     if page.after is not None:
-        row = page.known(queries.batch(session, project_id, page.after))
-        after = Cursor(row.created_ms, row.id)
+        after = page.known(queries.cursor(session, project_id, page.after))
     return queries.batches(
         session, project_id, after=after, limit=page.limit + 1, ascending=page.is_ascending, name=name
     )
@@ -133,13 +131,10 @@ def cancel(session: Session, project_id: str, batch_id: str) -> Batch:
 def pause(session: Session, project_id: str, batch_id: str) -> Batch:
     """Let no more of a batch run until it is resumed; what runs is saved and given back. Its deadline stays."""
     row = get(session, project_id, batch_id)
-    if row.status not in (Status.VALIDATING, Status.IN_PROGRESS):
-        raise InvalidRequestError(
-            f"{row.id} is {row.status}: only a batch that is validating or in_progress can be paused.",
-            code="batch_not_running",
-            param="batch_id",
-        )
-    return poison_queries.pause(session, row.id, None)
+    _require_running(row)
+    row = poison_queries.pause(session, row.id, None)
+    _require_running(row)  # locked now: it may have been cancelled before it was
+    return row
 
 
 def resume(session: Session, project_id: str, batch_id: str) -> Batch:
@@ -218,6 +213,15 @@ def _max_cost_nanos(body: CreateBatch) -> int | None:
             param="max_cost",
         )
     return nanos
+
+
+def _require_running(row: Batch) -> None:
+    if row.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+        raise InvalidRequestError(
+            f"{row.id} is {row.status}: only a batch that is validating or in_progress can be paused.",
+            code="batch_not_running",
+            param="batch_id",
+        )
 
 
 def is_same(row: Batch, body: CreateBatch) -> bool:

@@ -16,6 +16,7 @@ from batchsvc.accounts.service import Caller
 from batchsvc.batches import continuation, service
 from batchsvc.batches.continuation import Scope
 from batchsvc.batches.estimate import Habits
+from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import RunAgain
 from batchsvc.batches.tables import Batch
@@ -57,9 +58,10 @@ def continue_batch(
 def _again(
     caller: Caller, context: Context, batch_id: str, repetition: Repetition, body: RunAgain | None, scope: Scope
 ) -> dict[str, Any]:
-    wishes, new_id = body or RunAgain(), ids.batch_id()
+    wishes = body or RunAgain()
     with context.db.reading() as session:
         ended = continuation.ended(session, caller.project_id, batch_id, scope)
+    new_id = ids.message_batch_id() if ended.batch.endpoint == MESSAGES else ids.batch_id()
     chosen = continuation.chosen_lines(context.store, ended)
 
     def create(session: Session) -> dict[str, Any]:

@@ -180,6 +180,26 @@ def test_pages_lead_both_ways(client: anthropic.Anthropic) -> None:
             client.messages.batches.list(**wrong)
 
 
+def test_a_walk_goes_on_over_batches_that_are_deleted_on_the_way(api: Api, client: anthropic.Anthropic) -> None:
+    made = [create(client, "a").id for _ in range(3)]
+    for batch_id in made:
+        client.messages.batches.cancel(batch_id)
+    gone = [client.messages.batches.delete(batch.id).id for batch in client.messages.batches.list(limit=1)]
+    assert gone == made[::-1] and client.messages.batches.list().data == []
+    assert api.call("GET", "/v1/batches", params={"after": made[1]}).json()["data"] == []
+
+
+def test_the_rest_of_a_message_batch_is_a_message_batch(api: Api, client: anthropic.Anthropic) -> None:
+    made = create(client, "c1", "c2", "c3", "c4")
+    end(api, made.id, Status.CANCELLED, ran=1, rejected=1, left=2)
+    rest = api.call("POST", f"/v1/batches/{made.id}/continue").json()["id"]
+    assert rest.startswith("msgbatch_") and counts(client.messages.batches.retrieve(rest)) == {"processing": 2}
+    assert counts(client.messages.batches.cancel(rest)) == {"canceled": 2}
+    assert [line.custom_id for line in client.messages.batches.results(rest)] == ["c3", "c4"]
+    again = api.call("POST", f"/v1/batches/{rest}/continue").json()["id"]
+    assert counts(client.messages.batches.retrieve(again)) == {"processing": 2}, "what it had itself, not its input"
+
+
 @pytest.mark.parametrize(
     "requests",
     [

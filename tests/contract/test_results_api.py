@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from batchsvc import ids
-from batchsvc.batches import line_set
+from batchsvc.accounts import service as accounts
+from batchsvc.batches import continuation, line_set, service
+from batchsvc.batches.continuation import Scope
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.schemas import RunAgain
 from batchsvc.batches.tables import Batch
 from tests.contract.conftest import MODEL, Api, serving
 from tests.contract.test_http import envelope
@@ -147,6 +152,18 @@ def test_a_project_pauses_and_resumes_its_batch(api: Api) -> None:
         assert envelope(api.call("POST", f"/v1/batches/{batch_id}/{verb}"), 400)["param"] == "batch_id"
 
 
+def test_a_batch_that_is_cancelled_in_the_same_moment_is_not_paused(api: Api) -> None:
+    batch_id = add_batch(api)
+    with ThreadPoolExecutor(1) as pool:
+        with api.db.transaction() as session:
+            service.cancel(session, api.project_id, batch_id)
+            asked = pool.submit(api.call, "POST", f"/v1/batches/{batch_id}/pause")
+            assert not wait([asked], timeout=0.5).done, "the cancel isn't committed"
+        assert envelope(asked.result(), 400)["param"] == "batch_id"
+    batch = world_of(api).batch(batch_id)
+    assert (batch.status, batch.is_paused) == ("cancelling", False)
+
+
 def test_the_rest_of_a_cancelled_batch_is_a_new_batch(api: Api) -> None:
     wishes = {"metadata_json": {"a": "b"}, "name": "job", "priority": 2, "max_cost_nanos": 1_500_000_000}
     batch_id = add_batch(api, **wishes)
@@ -177,6 +194,34 @@ def test_a_repeated_retry_is_one_batch(api: Api) -> None:
     assert again == fresh != named[0]
 
 
+def test_retries_at_the_same_time_wait_for_the_first(api: Api) -> None:
+    """A client that gave up waiting sends its call again while the first one is still at work: it pays once."""
+    batch_id = add_batch(api)
+    cancel(api, batch_id)
+    with api.db.reading() as session:
+        caller = accounts.caller(session, api.key)
+        ended = continuation.ended(session, api.project_id, batch_id, Scope.RETRY)
+    chosen = continuation.chosen_lines(api.store, ended)
+    again = {"headers": {"x-stainless-retry-count": "1"}}
+    with ThreadPoolExecutor(2) as pool:
+        with api.db.transaction() as session:
+            made = {"batch_id": ids.batch_id(), "is_retry": False}
+            first = continuation.create(session, caller, ended, chosen, RunAgain(), api.settings, **made).id
+            asked = [pool.submit(api.call, "POST", f"/v1/batches/{batch_id}/retry", **again) for _ in range(2)]
+            assert not wait(asked, timeout=0.5).done, "the first one isn't committed"
+        assert {answer.result().json()["id"] for answer in asked} == {first}
+
+
+def test_a_batch_whose_input_is_gone_can_t_run_again(api: Api) -> None:
+    batch_id = add_batch(api)
+    cancel(api, batch_id)
+    file_id = world_of(api).batch(batch_id).input_file_id
+    assert api.call("DELETE", f"/v1/files/{file_id}").status_code == 200
+    for verb in ("retry", "continue"):
+        error = envelope(api.call("POST", f"/v1/batches/{batch_id}/{verb}"), 400)
+        assert (error["code"], error["param"]) == ("input_deleted", "batch_id") and file_id in error["message"]
+
+
 def test_what_has_nothing_to_run_again_says_so(api: Api) -> None:
     batch_id = add_batch(api)
     run(api, batch_id)
@@ -195,3 +240,28 @@ def test_a_batch_that_ended_before_it_ran(api: Api, status: str, answer: int) ->
         with api.db.reading() as session:
             assert session.get_one(Batch, made.json()["id"]).chosen_lines is None, "all of its input"
     assert results(api, batch_id).content == b""
+
+
+def test_the_official_client_stops_and_goes_on(api: Api) -> None:
+    """What OpenAI's API lacks, the client's own `post` and `get` reach, with its types and its errors."""
+    client, batch_id = api.client(), add_batch(api)
+    paused = client.post(f"/batches/{batch_id}/pause", cast_to=openai.types.Batch)
+    assert (paused.status, paused.to_dict()["waiting_for"]) == ("in_progress", "paused")
+    assert client.post(f"/batches/{batch_id}/resume", cast_to=openai.types.Batch).status == "in_progress"
+    run(api, batch_id, units=1)
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        client.post(f"/batches/{batch_id}/retry", cast_to=openai.types.Batch)
+    cancel(api, batch_id)
+    read = client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options={"params": {"order": "input"}})
+    lines = [json.loads(line) for line in read.text.splitlines()]
+    assert [line["line"] for line in lines] == list(range(1, 9)) and read.headers["x-batch-status"] == "cancelled"
+    rest = client.post(f"/batches/{batch_id}/continue", cast_to=openai.types.Batch, body={"metadata": {"a": "b"}})
+    assert (rest.status, rest.metadata, rest.to_dict()["parent_batch_id"]) == ("validating", {"a": "b"}, batch_id)
+    assert client.batches.retrieve(rest.id) == rest
+    again = client.post(f"/batches/{batch_id}/retry", cast_to=openai.types.Batch, body={"name": "again"})
+    assert again.to_dict()["name"] == "again" and again.id != rest.id
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.post(f"/batches/{batch_id}/retry", cast_to=openai.types.Batch, body={"model": "x"})
+    assert wrong.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.post("/batches/batch_nope/pause", cast_to=openai.types.Batch)

@@ -88,4 +88,10 @@ def _again(stored: IdempotentAnswer | None, fingerprint: str) -> dict[str, Any]:
 
 
 def _fingerprint(arguments: Mapping[str, Any]) -> str:
-    return hashlib.sha256(orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    try:
+        text = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # such as a number of hundreds of digits
+        raise InvalidRequestError(
+            "A value of this call can't be written as JSON: is a number beyond 64 bits?", code="invalid_value"
+        ) from error
+    return hashlib.sha256(text).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -220,7 +221,8 @@ def _life_s(fields: dict[str, str], default_s: int) -> int:
     if anchor != "created_at":
         raise InvalidRequestError("expires_after[anchor] must be 'created_at'.", param="expires_after[anchor]")
     lowest, highest = service.MIN_LIFE_S, service.MAX_LIFE_S
-    if seconds is None or not seconds.isascii() or not seconds.isdigit() or not lowest <= int(seconds[:9]) <= highest:
+    is_number = seconds is not None and re.fullmatch(r"[0-9]{1,9}", seconds) is not None
+    if seconds is None or not is_number or not lowest <= int(seconds) <= highest:
         raise InvalidRequestError(
             f"expires_after[seconds] must be {lowest} to {highest}.", param="expires_after[seconds]"
         )

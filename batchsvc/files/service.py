@@ -176,10 +176,11 @@ def clean_filename(raw: str) -> str:
     """A client's file name as we keep and show it: the last path component, printable, at most 255 bytes."""
     name = raw.replace("\\", "/").rsplit("/", 1)[-1]
     name = "".join(character for character in name if character.isprintable()).strip()
-    while len(name.encode()) > _FILENAME_BYTES:
-        stem, dot, suffix = name.rpartition(".")
-        name = f"{stem[:-1]}{dot}{suffix}" if len(stem) > 1 else name[:-1]
-    return name
+    stem, dot, suffix = name.rpartition(".")
+    room = _FILENAME_BYTES - len(f"{dot}{suffix}".encode())
+    if stem and room > 0:
+        return _cut(stem, room) + dot + suffix
+    return _cut(name, _FILENAME_BYTES).strip()
 
 
 def check_filename(name: str, param: str = "file") -> None:
@@ -205,6 +206,11 @@ def check_purpose(purpose: str | None) -> None:
             code="invalid_purpose",
             param="purpose",
         )
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """As much of a text as fits, in whole characters."""
+    return text.encode()[:most_bytes].decode(errors="ignore")
 
 
 def _discard(session: Session, row: File, discard: Callable[[Session, str], None]) -> None:

@@ -85,6 +85,12 @@ def test_a_key_that_can_not_be_one_is_refused(api: Api, bad: str) -> None:
     assert envelope(refused, 400)["code"] == "invalid_idempotency_key"
 
 
+def test_a_number_that_nobody_can_store_is_refused(api: Api) -> None:
+    upload_call = {"bytes": 10**30, "filename": "a.jsonl", "mime_type": "", "purpose": "batch"}
+    for headers in ({}, {"Idempotency-Key": "k"}):
+        envelope(api.call("POST", "/v1/uploads", json=upload_call, headers=headers), 400)
+
+
 def test_twenty_at_once_make_one(api: Api) -> None:
     file = upload(api).json()["id"]
     together = threading.Barrier(20)

@@ -51,6 +51,8 @@ def form(*parts: tuple[str, bytes], end: bool = True) -> bytes:
 
 PURPOSE = ('name="purpose"', b"batch")
 FILE = ('name="file"; filename="a.jsonl"', LINE)
+ANCHOR = ('name="expires_after[anchor]"', b"created_at")
+SECONDS = "expires_after[seconds]"
 
 
 def test_fields_come_in_any_order(api: Api) -> None:
@@ -72,11 +74,13 @@ def test_fields_come_in_any_order(api: Api) -> None:
         (form(('name="purpose"', b"x" * 5000), FILE), None),
         (form(PURPOSE, FILE, end=False), None),
         (form(*[PURPOSE] * 20), None),
+        (form(PURPOSE, FILE, ANCHOR, ('name="expires_after[seconds]"', b"00003600" + b"0" * 20)), SECONDS),
+        (form(PURPOSE, FILE, ANCHOR, ('name="expires_after[seconds]"', b"")), SECONDS),
         (b"--B\r\nbroken", None),
         (b"", None),
         (b"no form at all", None),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_a_wrong_form_is_refused_and_leaves_nothing(api: Api, body: bytes, param: str | None) -> None:
     assert envelope(post(api, body), 400)["param"] == param
@@ -156,6 +160,8 @@ def test_ranges(api: Api) -> None:
         ("190-", 190, 199),
         ("-5", 195, 199),
         ("50-999", 50, 199),
+        ("150-" + "9" * 5000, 150, 199),
+        ("-" + "9" * 5000, 0, 199),
     ):
         answer = api.call("GET", path, headers={"range": f"bytes={asked}"})
         assert answer.status_code == 206

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files.service import clean_filename
 from batchsvc.http.ranges import UnsatisfiableRangeError, span
 from batchsvc.http.uploads import Event, Field, FileData, FileStart, Form
 
@@ -71,3 +72,13 @@ def test_a_span_is_what_slicing_gives(size: int, first: int, last: int | None) -
 def test_a_suffix_is_the_end(size: int, count: int) -> None:
     got = span(f"bytes=-{count}", size)
     assert got is not None and bytes(range(size))[got[0] : got[1]] == bytes(range(size))[-count:]
+
+
+@given(st.text(max_size=600), st.sampled_from([".jsonl", ".csv.gz", ""]))
+@example("x" * 1_000_000, ".jsonl")
+@example("x." + "y" * 1_000_000, "")
+def test_a_name_is_cut_to_what_is_kept_and_keeps_its_ending(stem: str, suffix: str) -> None:
+    name = clean_filename(stem + suffix)
+    assert len(name.encode()) <= 255 and name.isprintable() and "/" not in name
+    assert not suffix or name.endswith(suffix.rpartition(".")[1] + suffix.rpartition(".")[2])
+    assert clean_filename(name) == name

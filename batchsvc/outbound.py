@@ -53,7 +53,9 @@ class Outbound:
                 return answer.status
         except httpcore.TimeoutException as error:
             raise OutboundError(f"no answer within {self._timeout_s:g} s") from error
-        except (httpcore.NetworkError, httpcore.ProtocolError, OSError, ValueError) as error:
+        except httpcore.ProtocolError as error:  # whose words may quote what was answered, which isn't for tenants
+            raise OutboundError("the connection failed: no valid HTTP answer came") from error
+        except (httpcore.NetworkError, OSError, ValueError) as error:
             reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
             raise OutboundError(f"the connection failed: {reason}") from error
 

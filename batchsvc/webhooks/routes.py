@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -10,7 +12,7 @@ from fastapi import APIRouter, Depends
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError, UnavailableError
-from batchsvc.http.deps import ContextDep
+from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.outbound import Outbound
 from batchsvc.webhooks import schemas, service
@@ -18,7 +20,7 @@ from batchsvc.webhooks.events import EventType
 from batchsvc.webhooks.schemas import CreateEndpoint, RotateSecret, SendTest, UpdateEndpoint
 
 router = APIRouter(prefix="/v1")
-_TESTS = threading.BoundedSemaphore(4)  # receivers may be slow, and threads of the API are few
+_WAITING = threading.BoundedSemaphore(4)  # receivers and name servers may be slow, and threads of the API are few
 EndpointPage = Annotated[PageArgs, Depends(page_args(default=20, most=100))]
 
 
@@ -31,7 +33,7 @@ def list_event_types(_caller: CallerDep) -> dict[str, Any]:
 @router.post("/webhook_endpoints")
 def create_endpoint(caller: CallerDep, context: ContextDep, body: CreateEndpoint) -> dict[str, Any]:
     """A new receiver; the field `signing_secret` holds its secret this once."""
-    service.check_url(body.url, Egress.parse(context.settings.egress_allow))
+    _check_url(context, body.url)
     return context.db.run(lambda session: schemas.with_secret(service.create(session, caller.project_id, body)))
 
 
@@ -57,7 +59,7 @@ def update_endpoint(
     """Change name, URL or events of a receiver."""
     _check_owned(caller.project_id, context, webhook_endpoint_id)
     if body.url is not None:
-        service.check_url(body.url, Egress.parse(context.settings.egress_allow))
+        _check_url(context, body.url)
     return context.db.run(
         lambda session: schemas.endpoint_object(service.update(session, caller.project_id, webhook_endpoint_id, body))
     )
@@ -88,13 +90,9 @@ def send_test(caller: CallerDep, context: ContextDep, webhook_endpoint_id: str, 
     """Send a sample event now, and say what the receiver answered."""
     with context.db.reading() as session:
         kind, sending = service.sample_sending(session, caller.project_id, webhook_endpoint_id, body.event_type)
-    if not _TESTS.acquire(blocking=False):
-        raise UnavailableError("Too many test events are being sent; try again in a moment.", code="busy")
     settings = context.settings
-    try:
+    with _turn():
         outcome = service.send(Outbound(Egress.parse(settings.egress_allow), settings.webhook_timeout_s), sending)
-    finally:
-        _TESTS.release()
     if outcome.status is None:
         raise InvalidRequestError(f"The test event could not be sent: {outcome.error}.", code="webhook_test_failed")
     return schemas.tested_object(webhook_endpoint_id, kind, outcome.status)
@@ -114,3 +112,19 @@ def _check_owned(project_id: str, context: ContextDep, endpoint_id: str) -> None
     """Before a name server is asked about another URL for it."""
     with context.db.reading() as session:
         service.get(session, project_id, endpoint_id)
+
+
+def _check_url(context: Context, url: str) -> None:
+    with _turn():
+        service.check_url(url, Egress.parse(context.settings.egress_allow))
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """The right to wait for somebody else's server."""
+    if not _WAITING.acquire(blocking=False):
+        raise UnavailableError("Too many receivers are being looked at; try again in a moment.", code="busy")
+    try:
+        yield
+    finally:
+        _WAITING.release()

@@ -99,6 +99,24 @@ def test_nobody_there_and_nonsense_are_said_in_a_few_words() -> None:
         Outbound(LOOPBACK, 5).post(receiver.url.replace("http://", "https://"), {}, b"")
 
 
+def test_what_a_server_of_another_kind_says_is_not_passed_on() -> None:
+    """A tenant sees why nothing was delivered, and none of the words of whatever is at that address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"SSH-2.0-secret_banner\r\n\r\n")
+
+        thread = threading.Thread(target=greet, daemon=True)
+        thread.start()
+        with pytest.raises(OutboundError, match="no valid HTTP answer") as refused:
+            Outbound(LOOPBACK, 5).post(f"http://127.0.0.1:{server.getsockname()[1]}/", {}, b"")
+        thread.join()
+    assert "secret" not in str(refused.value)
+
+
 def test_tls_is_of_the_name_and_not_of_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(

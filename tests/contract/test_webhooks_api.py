@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 
 import openai
 import pytest
 
 from batchsvc.cli import main
-from batchsvc.webhooks import delivery_queries, queries
+from batchsvc.webhooks import delivery_queries, queries, routes
 from batchsvc.webhooks.service import MOST_ENDPOINTS
 from tests.contract.conftest import Api
 from tests.contract.test_http import envelope
@@ -94,6 +95,20 @@ def test_what_can_not_be_used_is_named(api: Api) -> None:
         assert envelope(api.call("POST", "/v1/webhook_endpoints", json=good | change), 400)["param"] == param
     made = [api.call("POST", "/v1/webhook_endpoints", json=good).status_code for _ in range(MOST_ENDPOINTS + 1)]
     assert made == [200] * MOST_ENDPOINTS + [400]
+
+
+def test_slow_servers_of_others_take_few_threads(api: Api) -> None:
+    """Whoever waits for a name server or a receiver holds one of few places; the other calls go on."""
+    body = {"name": "n", "url": HERE, "event_types": ["batch.completed"]}
+    made = api.call("POST", "/v1/webhook_endpoints", json=body).json()["id"]
+    hook = f"/v1/webhook_endpoints/{made}"
+    with ExitStack() as places:
+        while routes._WAITING.acquire(blocking=False):
+            places.callback(routes._WAITING.release)
+        for path, call in (("/v1/webhook_endpoints", body), (hook, {"url": HERE}), (f"{hook}/test", {})):
+            assert envelope(api.call("POST", path, json=call), 503)["code"] == "busy"
+        assert api.call("POST", hook, json={"name": "m"}).json()["name"] == "m"
+    assert api.call("POST", "/v1/webhook_endpoints", json=body).status_code == 200
 
 
 def test_the_command_line(api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

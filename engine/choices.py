@@ -1,6 +1,7 @@
 """Requests with several answers: each runs as a sequence of its own, and the request ends with the last of them.
 
-The first computes the prompt, the others begin with its blocks (engine/sched/forks.py).
+The first computes the prompt, the others begin with its blocks (engine/sched/forks.py). One that resumes an earlier
+run begins with what the cache holds of the prompt instead.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.request import Choice, Completion, FinishReason, Request, Usage
+from engine.request import Begun, Choice, Completion, FinishReason, Request, Usage
 
-_MARK = "~"
+_MARK = "\0"  # stands in nobody's own ids
 
 
 class Choices:
@@ -21,8 +22,9 @@ class Choices:
         self._request_ids: dict[str, str] = {}
 
     def begin(self, request: Request) -> list[Request]:
-        """The sequences to run for a request. What it resumes is dropped: it would be one answer's."""
+        """The sequences to run for a request."""
         first = f"{request.id}{_MARK}0"
+        begun = [*request.resume_choices, *[Begun()] * request.n]
         sequences = [
             replace(
                 request,
@@ -30,7 +32,9 @@ class Choices:
                 n=1,
                 choice=choice,
                 fork_of=first if choice else "",
-                resume_ids=(),
+                resume_ids=begun[choice].token_ids,
+                resume_logprobs=begun[choice].logprobs,
+                resume_choices=(),
             )
             for choice in range(request.n)
         ]
@@ -71,5 +75,5 @@ def joined(request_id: str, parts: Sequence[Completion]) -> Completion:
         sum(part.usage.output_tokens for part in parts),
         sum(part.usage.steps for part in parts),
     )
-    choices = tuple(Choice(part.text, part.finish_reason, part.logprobs) for part in parts)
+    choices = tuple(Choice(part.text, part.finish_reason, part.logprobs, part.stopped_by) for part in parts)
     return replace(bad or first, request_id=request_id, usage=usage, choices=() if bad else choices)

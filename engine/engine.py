@@ -3,7 +3,7 @@
     while engine.has_work():
         plan   = scheduler.schedule()      engine/sched/scheduler.py   what to compute
         result = runner.execute(plan)      engine/runner.py            tokens
-        ended  = scheduler.commit(plan, result)                        and their end: engine/text, engine/sample/stop.py
+        ended  = scheduler.commit(plan, result)                        and their end: engine/answer.py
 
 `add`, `abort` and `expect` may be called from any thread, all else from the one that steps. A step that memory doesn't
 suffice for is taken back and done again in smaller ones. A runner that raises anything else leaves the engine unusable:
@@ -13,9 +13,9 @@ the exception goes to whoever stepped, who knows from `add` what was under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Protocol
 
+from engine.answer import Answer
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.choices import Choices
@@ -28,18 +28,15 @@ from engine.request import (
     Expectation,
     FinishReason,
     Request,
-    SpelledLogprob,
     StepOutput,
     TokenLogprobs,
     Usage,
 )
-from engine.sample.stop import StopMatcher
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
 from engine.structure import forms
 from engine.structure.grammar import GrammarError
-from engine.structure.matchers import Matcher
-from engine.text import Detokenizer, TextModel, load_text
+from engine.text import TextModel, load_text
 
 __all__ = ["Engine", "EngineStats", "Runner"]
 
@@ -105,7 +102,7 @@ class Engine:
         self._intake = Intake(
             lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
         )
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
         self._logprobs: dict[str, Iterator[TokenLogprobs]] = {}  # of the step that is being committed
         self._pooled = PooledRequests()
         self._choices = Choices()
@@ -240,11 +237,13 @@ class Engine:
         except GrammarError as error:
             self._give(error_completion(request, forms.CODE, forms.sentence(str(error))))
             return
-        answer = self._answers[request.id] = _Answer(request, self._text, self._runner.eos_ids, matcher)
+        answer = self._answers[request.id] = Answer(request, self._text, self._runner.eos_ids, matcher)
         max_outputs = min(request.params.max_tokens, self._context_tokens - len(request.prompt_ids))
         for count, token_id in enumerate(request.resume_ids, 1):
             if matcher is not None:
                 matcher.push(token_id)
+            if request.resume_logprobs:
+                answer.note(request.resume_logprobs[count - 1])
             reason = answer.push(token_id) or (FinishReason.LENGTH if count >= max_outputs else None)
             if reason is not None:
                 self._hand_out(request, request.resume_ids[:count], request.resume_hit_tokens, reason)
@@ -255,14 +254,14 @@ class Engine:
             self.scheduler.add(request, max_outputs)
 
     def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
-        request_id = self._choices.request_id(seq.id)
-        new = self._output.new_tokens.setdefault(request_id, [])
-        if not new and seq.num_known == seq.num_prompt_tokens + 1:
+        request_id, answer = self._choices.request_id(seq.id), self._answers[seq.id]
+        choice = seq.request.choice if request_id != seq.id else None
+        if seq.num_known == seq.num_prompt_tokens + 1 and not choice:
             self._output.hit_tokens[request_id] = seq.hit_tokens or 0
-        new.append(token_id)
-        answer = self._answers[seq.id]
-        if seq.id in self._logprobs:
-            answer.note(next(self._logprobs[seq.id]))
+        logprobs = next(self._logprobs[seq.id]) if seq.id in self._logprobs else None
+        if logprobs is not None:
+            answer.note(logprobs)
+        self._output.add(request_id, token_id, choice, logprobs)
         return answer.push(token_id)
 
     def _complete(self, ended: list[RunningSequence]) -> None:
@@ -329,66 +328,6 @@ class Engine:
                 error_code=error_code,
                 error_message=error_message,
                 logprobs=answer.logprobs(text),
+                stopped_by=answer.stopped_by if reason is FinishReason.STOP else None,
             )
         )
-
-
-class _Answer:
-    """The growing text of one request, and whether it ends. Ends and stop strings count once there are more tokens
-    than `min_tokens`; the token that ends an answer is counted and is not in its text. An answer that has the form it
-    must have, and can't go on in it, ends at once."""
-
-    def __init__(
-        self, request: Request, text: TextModel | None, eos_ids: frozenset[int], matcher: Matcher | None = None
-    ) -> None:
-        params = request.params
-        self._min_tokens = params.min_tokens
-        self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
-        self._detokenizer = Detokenizer(text.tokenizer) if text is not None else None
-        self._stops = StopMatcher(params.stop)
-        self._pieces: list[str] = []
-        self._num_tokens = 0
-        self._matcher = matcher
-        self._tokenizer = text.tokenizer if text is not None else None
-        self._logprobs: list[SpelledLogprob] | None = None if params.logprobs is None else []
-        self._has_end_token = False
-
-    def note(self, found: TokenLogprobs) -> None:
-        """The logprobs of the token that is pushed next."""
-        assert self._logprobs is not None, "nobody asked for logprobs"
-        top = tuple((self._spelled(token_id), logprob) for token_id, logprob in found.top)
-        self._logprobs.append(SpelledLogprob(self._spelled(found.token_id), found.logprob, top))
-
-    def push(self, token_id: int) -> FinishReason | None:
-        self._num_tokens += 1
-        may_end = self._num_tokens > self._min_tokens
-        if may_end and token_id in self._end_ids:
-            self._has_end_token = True
-            return FinishReason.STOP
-        if self._detokenizer is None:
-            return None
-        piece = self._detokenizer.push(token_id)
-        self._pieces.append(self._stops.push(piece) if may_end else piece)
-        is_complete = self._matcher is not None and self._matcher.is_complete
-        return FinishReason.STOP if self._stops.is_stopped or is_complete else None
-
-    def text(self) -> str:
-        """The whole text; nothing may be pushed afterwards."""
-        if self._detokenizer is not None:
-            self._pieces.append(self._stops.push(self._detokenizer.finish()))
-            self._pieces.append(self._stops.finish())
-        return "".join(self._pieces)
-
-    def logprobs(self, text: str) -> tuple[SpelledLogprob, ...] | None:
-        """Those of the tokens that make the text: not of one that ends it, nor of a stop string."""
-        if self._logprobs is None:
-            return None
-        found = self._logprobs[: -1 if self._has_end_token else None]
-        if self._stops.is_stopped:
-            starts = accumulate((len(one.piece) for one in found), initial=0)
-            size = len(text.encode())
-            found = [one for one, start in zip(found, starts, strict=False) if start < size]
-        return tuple(found)
-
-    def _spelled(self, token_id: int) -> bytes:
-        return self._tokenizer.spelled(token_id) if self._tokenizer is not None else b""

@@ -144,10 +144,7 @@ class Intake:
         """Keeps results for the next step's caller; their requests stay unfinished until then."""
         with self._lock:
             self._open.update(completion.request_id for completion in output.completions)
-            for request_id, token_ids in output.new_tokens.items():
-                self._held.new_tokens.setdefault(request_id, []).extend(token_ids)
-            self._held.completions += output.completions
-            self._held.hit_tokens |= output.hit_tokens
+            self._held.add_all(output)
 
     def done(self, request_ids: Iterable[str]) -> None:
         """These requests ended; their ids are free again."""

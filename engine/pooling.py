@@ -20,6 +20,8 @@ import numpy as np
 from engine.errors import RequestError
 from engine.request import Completion, FinishReason, Pooling, Request, Usage
 
+_MARK = "\0"  # stands in nobody's own ids
+
 
 def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> RequestError | None:
     """Why the prompts of a pooled request can't be run; None if they can."""
@@ -47,7 +49,8 @@ def sequences_of(request: Request) -> Iterator[Request]:
     """One request for each prompt of a pooled one."""
     bounds = pairwise(accumulate(segments_of(request), initial=0))
     for index, (start, end) in enumerate(bounds):
-        yield replace(request, id=f"{request.id}#{index}", prompt_ids=tuple(request.prompt_ids[start:end]), segments=())
+        prompt_ids = tuple(request.prompt_ids[start:end])
+        yield replace(request, id=f"{request.id}{_MARK}{index}", prompt_ids=prompt_ids, segments=())
 
 
 def unit_vector(total: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bytes | None:
@@ -77,7 +80,7 @@ class PooledRequests:
 
     def end(self, ended: Completion) -> Completion | None:
         """Takes the end of one sequence. The end of its request, if it was the last."""
-        request_id = ended.request_id.rpartition("#")[0]
+        request_id = ended.request_id.rpartition(_MARK)[0]
         found = self._open[request_id]
         found.ended[ended.request_id] = ended
         if len(found.ended) < len(found.ids):

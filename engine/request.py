@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from engine.errors import RequestError
 
@@ -98,8 +99,9 @@ class Request:
     block key; `choice` numbers the answers to one prompt and is part of the randomness key.
 
     `resume_ids` are output tokens that an earlier run of the same request generated: they are computed with the prompt,
-    count as output, and what follows is what the earlier run would have said. `resume_hit_tokens` is what that run's
-    cache held, so that the usage is its usage.
+    count as output, and what follows is what the earlier run would have said. `resume_logprobs` are theirs, where
+    logprobs are asked for. Of a request for several answers `resume_choices` has the beginning of each instead.
+    `resume_hit_tokens` is what that run's cache held, so that the usage is its usage.
 
     `n` answers are given, whose randomness differs by `choice`; the prompt is computed once (engine/choices.py).
     `fork_of` is the id of a request added before this one, with the same prompt: this one begins with that one's blocks
@@ -117,6 +119,8 @@ class Request:
     adapter: str = ""
     choice: int = 0
     resume_ids: Sequence[int] = ()
+    resume_logprobs: Sequence[TokenLogprobs] = ()
+    resume_choices: Sequence[Begun] = ()
     resume_hit_tokens: int = 0
     pooling: Pooling | None = None
     segments: tuple[int, ...] = ()
@@ -153,6 +157,13 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Begun(NamedTuple):
+    """The beginning of an answer that an earlier run generated; its logprobs where they are asked for."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class SpelledLogprob(NamedTuple):
     """A token as its bytes, the logarithm of its probability, and the most likely tokens with theirs."""
 
@@ -167,14 +178,16 @@ class Choice(NamedTuple):
     text: str
     finish_reason: FinishReason
     logprobs: tuple[SpelledLogprob, ...] | None = None
+    stopped_by: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The end of one request. With `finish_reason` ERROR, `error_code` and `error_message` say why. A pooled request
     has `vectors` (little-endian float32, length 1), one a prompt. `logprobs` are those of the tokens that make the
-    text, None if they weren't asked for. `choices` are all answers of a request that wants several; tokens and text are
-    then those of the first."""
+    text, None if they weren't asked for. `stopped_by` is the stop string or stop token that ended the answer, None if
+    the model ended it. `choices` are all answers of a request that wants several; tokens and text are then those of
+    the first."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -185,28 +198,71 @@ class Completion:
     error_message: str | None = None
     vectors: tuple[bytes, ...] = ()
     logprobs: tuple[SpelledLogprob, ...] | None = None
+    stopped_by: str | int | None = None
     choices: tuple[Choice, ...] = ()
 
     @property
     def answers(self) -> tuple[Choice, ...]:
         """All answers, in order: one, unless more were asked for."""
-        return self.choices or (Choice(self.text, self.finish_reason, self.logprobs),)
+        return self.choices or (Choice(self.text, self.finish_reason, self.logprobs, self.stopped_by),)
+
+
+class NewToken(NamedTuple):
+    """A token of the answer number `choice` of a request; its logprobs where they are asked for."""
+
+    token_id: int
+    choice: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
 class StepOutput:
     """What one step brought: new tokens by request id (in order), and the requests that ended. `hit_tokens` comes with
-    the first token of a request: what its usage will show."""
+    the first token of a request: what its usage will show. `choices` says to which of several answers each new token
+    belongs, `logprobs` are those of each, where they are asked for."""
 
     new_tokens: dict[str, list[int]] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
     hit_tokens: dict[str, int] = field(default_factory=dict)
+    choices: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def add(self, request_id: str, token_id: int, choice: int | None, logprobs: TokenLogprobs | None) -> None:
+        """A new token. `choice` None: the request has one answer."""
+        self.new_tokens.setdefault(request_id, []).append(token_id)
+        if choice is not None:
+            self.choices.setdefault(request_id, []).append(choice)
+        if logprobs is not None:
+            self.logprobs.setdefault(request_id, []).append(logprobs)
+
+    def add_all(self, other: StepOutput) -> None:
+        """What a later step brought."""
+        for mine, theirs in ((self.new_tokens, other.new_tokens), (self.choices, other.choices)):
+            for request_id, values in theirs.items():
+                mine.setdefault(request_id, []).extend(values)
+        for request_id, logprobs in other.logprobs.items():
+            self.logprobs.setdefault(request_id, []).extend(logprobs)
+        self.completions += other.completions
+        self.hit_tokens |= other.hit_tokens
+
+    def tokens_of(self, request_id: str) -> Iterator[NewToken]:
+        """The new tokens of a request, in order."""
+        token_ids = self.new_tokens.get(request_id, [])
+        choices = self.choices.get(request_id) or repeat(0)
+        logprobs = self.logprobs.get(request_id) or repeat(None)
+        return map(NewToken, token_ids, choices, logprobs)
 
     def without(self, request_ids: Iterable[str]) -> StepOutput:
         """The same, but for these requests."""
         gone = set(request_ids)
         return StepOutput(
-            {request_id: tokens for request_id, tokens in self.new_tokens.items() if request_id not in gone},
-            [completion for completion in self.completions if completion.request_id not in gone],
-            {request_id: tokens for request_id, tokens in self.hit_tokens.items() if request_id not in gone},
+            new_tokens=_without(self.new_tokens, gone),
+            completions=[completion for completion in self.completions if completion.request_id not in gone],
+            hit_tokens=_without(self.hit_tokens, gone),
+            choices=_without(self.choices, gone),
+            logprobs=_without(self.logprobs, gone),
         )
+
+
+def _without(found: Mapping[str, Any], gone: set[str]) -> dict[str, Any]:
+    return {request_id: value for request_id, value in found.items() if request_id not in gone}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from engine.request import Choice, Completion, FinishReason, SpelledLogprob
 from workers.tool_calls import message_of
 
+_NEVER = -9999.0
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -18,7 +21,8 @@ def choices_of(completion: Completion, params: Mapping[str, Any], *, ident: str)
     for index, answer in enumerate(completion.answers):
         said, reason = message_of(answer.text, REASONS[answer.finish_reason], params, ident=ident, choice=index)
         logprobs = None if answer.logprobs is None else logprobs_of(answer.logprobs)
-        choices.append({"index": index, "message": said, "logprobs": logprobs, "finish_reason": reason})
+        shown = {"index": index, "message": said, "logprobs": logprobs, "finish_reason": reason}
+        choices.append(shown | _stop_of(answer))
     return choices
 
 
@@ -42,20 +46,28 @@ def text_choices_of(answers: Sequence[Choice]) -> list[dict[str, Any]]:
             "text": answer.text,
             "logprobs": None if answer.logprobs is None else text_logprobs_of(answer.logprobs),
             "finish_reason": REASONS.get(answer.finish_reason, "stop"),
+            **_stop_of(answer),
         }
         for index, answer in enumerate(answers)
     ]
 
 
 def text_logprobs_of(found: Sequence[SpelledLogprob]) -> dict[str, Any]:
-    """The logprobs of a text completion's choice; an offset counts the characters of the tokens before."""
-    tokens = [_text(one.piece) for one in found]
+    """The logprobs of a text completion's choice. An offset is where a token begins in the text, in characters; one
+    that goes on with a character begins after what is whole before it."""
+    decoder, sizes = codecs.getincrementaldecoder("utf-8")("replace"), [0]
+    sizes += [len(decoder.decode(one.piece)) for one in found]
     return {
-        "tokens": tokens,
-        "token_logprobs": [one.logprob for one in found],
-        "top_logprobs": [{_text(piece): logprob for piece, logprob in reversed(one.top)} for one in found],
-        "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+        "tokens": [_text(one.piece) for one in found],
+        "token_logprobs": [_said(one.logprob) for one in found],
+        "top_logprobs": [{_text(piece): _said(logprob) for piece, logprob in reversed(one.top)} for one in found],
+        "text_offset": list(accumulate(sizes))[:-1],
     }
+
+
+def _stop_of(answer: Choice) -> dict[str, Any]:
+    """What ended an answer that a stop string or stop token ended, under vLLM's name for it."""
+    return {} if answer.stopped_by is None else {"stop_reason": answer.stopped_by}
 
 
 def _text(piece: bytes) -> str:
@@ -63,4 +75,9 @@ def _text(piece: bytes) -> str:
 
 
 def _token(piece: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": _text(piece), "logprob": logprob, "bytes": list(piece)}
+    return {"token": _text(piece), "logprob": _said(logprob), "bytes": list(piece)}
+
+
+def _said(logprob: float) -> float | None:
+    """A logprob as JSON can say it: OpenAI's number for a token that can't come, null for what is no number."""
+    return max(logprob, _NEVER) if logprob < math.inf else None

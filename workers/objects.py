@@ -55,7 +55,7 @@ def store_sequences(store: ObjectStore, unit: ClaimedUnit, sequences: Sequence[U
 
 def counted(sequences: Sequence[Unfinished], *, key: str | None = None, sha256: str | None = None) -> SavedSequences:
     """How much the sequences are, stored or not."""
-    num_tokens = sum(len(one.token_ids) for one in sequences)
+    num_tokens = sum(one.num_tokens for one in sequences)
     return SavedSequences(num_lines=len(sequences), num_tokens=num_tokens, key=key, sha256=sha256)
 
 

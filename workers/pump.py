@@ -21,8 +21,8 @@ from batchsvc import logs
 from batchsvc.clock import monotonic_s
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, Request, StepOutput
+from workers.generated import Generated, Growing
 from workers.thread import WorkThread
-from workers.translate import Generated
 
 log = structlog.get_logger(__name__)
 
@@ -85,7 +85,7 @@ class Pump:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._inside: dict[str, Source] = {}  # requests in the engine, by id
-        self._generated: dict[str, Generated] = {}  # new tokens of those that have any
+        self._generated: dict[str, Growing] = {}  # new tokens of those that have any
         self._withdrawn: set[str] = set()  # taken out of the engine, but their tokens are wanted
         self._leaving: set[str] = set()  # those of them that the engine hasn't let go of yet
         self._mark = (0, 0)  # how far the engine was when it was last seen to move
@@ -148,7 +148,7 @@ class Pump:
         """What was generated so far for a request whose completion hasn't been handed out; None: nothing."""
         with self._lock:
             found = self._generated.get(request_id)
-            return Generated(list(found.token_ids), found.hit_tokens) if found else None
+            return found.so_far() if found else None
 
     def has_started(self, request_id: str) -> bool:
         """Whether a request in the engine has its first token."""
@@ -191,11 +191,11 @@ class Pump:
                 self._wake.set()
 
     def _note(self, output: StepOutput) -> None:
-        for request_id, token_ids in output.new_tokens.items():
+        for request_id in output.new_tokens:
             found = self._generated.get(request_id)
             if found is None:
-                found = self._generated[request_id] = Generated([], output.hit_tokens.get(request_id, 0))
-            found.token_ids.extend(token_ids)
+                found = self._generated[request_id] = Growing(output.hit_tokens.get(request_id, 0))
+            found.add(output.tokens_of(request_id))
 
     def _feed_engine(self) -> None:
         while not self._stopped.is_set():

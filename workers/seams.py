@@ -7,7 +7,8 @@ from typing import Protocol
 
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_queries import Claim, ClaimedUnit
-from workers.translate import FinishedLine, Generated
+from workers.generated import Generated
+from workers.translate import FinishedLine
 
 
 class LeasesOf(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchsvc.batches import budget_queries, part_file
 from batchsvc.batches.part_file import PartLine
@@ -18,20 +18,14 @@ from batchsvc.batches.sampling_body import sampling_params
 from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, format_dollars, line_cost_nanos
-from engine.request import Completion, Expectation, FinishReason, Pooling, Request, SamplingParams
+from engine.request import Begun, Completion, Expectation, FinishReason, Pooling, Request, SamplingParams
 from workers import answers
 from workers.choices import REASONS, choices_of
+from workers.generated import Generated, joined
 
 # codes of requests that no engine could run
 _OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
 _SAME_AGAIN = _OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
-
-
-class Generated(NamedTuple):
-    """New tokens of a running request, and what the cache held when it began."""
-
-    token_ids: list[int]
-    hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class FinishedLine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
     """A row of a unit that still lacks lines. `members` are (bit, place in the row) of the lines it lacks; `resumed` is
-    what an earlier owner generated of its answer."""
+    what an earlier owner generated of its answers."""
 
     request_id: str
     row: UnitRow
@@ -69,8 +63,15 @@ def open_rows(unit: ClaimedUnit, file: UnitFile, saved: Mapping[int, Unfinished]
             request_id=f"{unit.id}:{unit.epoch}:{index}",
             row=row,
             members=tuple(members),
-            resumed=(saved or {}).get(row.line_nos[0]),
+            resumed=_usable(row, (saved or {}).get(row.line_nos[0])),
         )
+
+
+def _usable(row: UnitRow, saved: Unfinished | None) -> Unfinished | None:
+    """What an earlier owner saved of a row, unless it lacks logprobs that the row asks for."""
+    if saved and "logprobs" in row.params and any(len(one.logprobs) < len(one.token_ids) for one in saved.answers):
+        return None
+    return saved
 
 
 def to_expectation(unit: ClaimedUnit, file: UnitFile) -> Expectation | None:
@@ -95,6 +96,7 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
             segments=tuple(params.get("segments", ())),
         )
     seed = params.get("seed")
+    begun = open_row.resumed.answers if open_row.resumed else (Begun(),)
     return Request(
         id=open_row.request_id,
         prompt_ids=row.prompt_ids.tolist(),
@@ -104,24 +106,20 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
             {**params, "max_tokens": row.max_tokens},
             line_seed(unit.batch_id, row.line_nos[0]) if seed is None else seed,
         ),
-        resume_ids=open_row.resumed.token_ids if open_row.resumed else (),
+        resume_ids=begun[0].token_ids if row.num_answers == 1 else (),
+        resume_logprobs=begun[0].logprobs if row.num_answers == 1 else (),
+        resume_choices=begun if row.num_answers > 1 else (),
         resume_hit_tokens=open_row.resumed.hit_tokens if open_row.resumed else 0,
     )
 
 
 def to_unfinished(open_row: OpenRow, generated: Generated | None) -> Unfinished | None:
-    """What the next owner of a row can begin with: what was resumed here, and what was generated since. Nothing of rows
-    with several answers or with logprobs, which begin anew: saved are the tokens of one answer."""
-    if open_row.row.num_answers > 1 or "logprobs" in open_row.row.params:
+    """What the next owner of a row can begin with: what was resumed here, and what was generated since."""
+    first = open_row.resumed or generated
+    if first is None:
         return None
-    resumed, new_ids = open_row.resumed, generated.token_ids if generated else []
-    if not resumed and not new_ids:
-        return None
-    return Unfinished(
-        line_no=open_row.row.line_nos[0],
-        token_ids=(*(resumed.token_ids if resumed else ()), *new_ids),
-        hit_tokens=resumed.hit_tokens if resumed else generated.hit_tokens if generated else 0,
-    )
+    answers = joined(open_row.resumed.answers if open_row.resumed else (), generated.answers if generated else ())
+    return Unfinished(line_no=open_row.row.line_nos[0], answers=answers, hit_tokens=first.hit_tokens)
 
 
 def may_run_again(completion: Completion) -> bool:

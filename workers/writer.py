@@ -362,4 +362,4 @@ class Writer:
 
 def _mark(sequences: Sequence[Unfinished]) -> list[tuple[int, int]]:
     """Tells one state of sequences that only grow from another."""
-    return [(one.line_no, len(one.token_ids)) for one in sequences]
+    return [(one.line_no, one.num_tokens) for one in sequences]

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Holds back text that may be the beginning of a stop string. `is_stopped` once one was found."""
+    """Holds back text that may be the beginning of a stop string. `found` is the one that ended the answer, if any."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.is_stopped = False
+        self.found: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, piece: str) -> str:
         """The text that is certainly part of the answer; the stop string and what follows it never are."""
@@ -24,10 +28,11 @@ class StopMatcher:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, start, self.found = min(found)
+            self._held = ""
+            return text[:start]
         keep = self._partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -87,7 +87,7 @@ class Forms:
         if not reasons:
             return result
         return replace(
-            result, failed={**reasons, **result.failed}, codes={**dict.fromkeys(reasons, CODE), **result.codes}
+            result, failed={**result.failed, **reasons}, codes={**result.codes, **dict.fromkeys(reasons, CODE)}
         )
 
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.answer import Answer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, RequestError
-from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
+from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams, TokenLogprobs
 from engine.sched.plan import Chunk, StepPlan, StepResult
 from engine.text import TextModel, load_text
 from tests.engine.oracle import EOS, VOCAB, OracleRunner, answer, request
@@ -296,7 +297,7 @@ def test_eos_and_stop_ids_are_counted_and_are_not_in_the_text(text: TextModel) -
     (eos,) = text.meta.eos_ids
     words = text.tokenizer.encode("The order")
     stopped = scripted(text, [*words, eos, *words])
-    assert (stopped.text, stopped.finish_reason) == ("The order", FinishReason.STOP)
+    assert (stopped.text, stopped.finish_reason, stopped.stopped_by) == ("The order", FinishReason.STOP, None)
     assert stopped.token_ids == (*words, eos)
     by_id = scripted(text, [*words, 40, *words], stop_token_ids=(40,))
     assert (by_id.text, by_id.finish_reason, by_id.usage.output_tokens) == (
@@ -304,6 +305,7 @@ def test_eos_and_stop_ids_are_counted_and_are_not_in_the_text(text: TextModel) -
         FinishReason.STOP,
         len(words) + 1,
     )
+    assert by_id.stopped_by == 40
 
 
 def test_ignore_eos_goes_on_to_max_tokens(text: TextModel) -> None:
@@ -335,12 +337,34 @@ def test_a_stop_string_is_cut_wherever_tokens_end(text: TextModel, data: st.Data
         rest = rest[size:]
     completion = scripted(text, pieces, stop=(stop,))
     assert completion.text == said[: said.index(stop)]
-    assert completion.finish_reason is FinishReason.STOP
+    assert (completion.finish_reason, completion.stopped_by) == (FinishReason.STOP, stop)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(data=st.data())
+def test_logprobs_are_those_of_the_tokens_that_begin_in_the_text(text: TextModel, data: st.DataObject) -> None:
+    """Whatever lies between: characters of several tokens, and special tokens, which have a name and no text."""
+    special = next(token for token in range(text.meta.vocab_size) if not text.tokenizer.token_bytes(token))
+    said, stop = data.draw(st.text("xyé🙂", max_size=6)), data.draw(st.sampled_from(["", "ab", "é🙂", "x"]))
+    tokens = [token for char in said + stop + "yy" for token in (*text.tokenizer.encode(char), special)]
+    params = SamplingParams(max_tokens=99, stop=(stop,) if stop else (), logprobs=0)
+    answer = Answer(Request(id="r", prompt_ids=(5,), params=params), text, frozenset())
+    begins = []
+    for token in tokens:
+        begins.append(len(b"".join(map(text.tokenizer.token_bytes, tokens[: len(begins)])).decode(errors="ignore")))
+        answer.note(TokenLogprobs(token, -1.0))
+        if answer.push(token):
+            break
+    whole = answer.text()
+    shown = answer.logprobs(whole) or ()
+    wanted = [text.tokenizer.spelled(t) for t, at in zip(tokens, begins, strict=False) if not stop or at < len(whole)]
+    assert [one.piece for one in shown] == wanted
 
 
 def test_a_held_back_beginning_of_a_stop_string_is_given_out_at_the_end(text: TextModel) -> None:
     completion = scripted(text, text.tokenizer.encode("x END"), stop=("ENDING",))
     assert (completion.text, completion.finish_reason) == ("x END", FinishReason.LENGTH)
+    assert completion.stopped_by is None
 
 
 def test_an_unfinished_character_at_the_end_is_replaced(text: TextModel) -> None:

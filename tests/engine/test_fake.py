@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
+from batchsvc.batches.tools_body import ToolUse, calls_form
 from engine.fake import FakeEngine
-from engine.request import FinishReason
+from engine.request import FinishReason, Request
+from engine.structure.grammar import spec_of
 from engine.text import load_text
+from engine.text.calls import CallFormat, parse_calls
 from tests.engine.oracle import request
+from tests.schemas import random_schema
 
 
 def test_answers_depend_on_prompt_and_seed_alone() -> None:
@@ -48,8 +56,66 @@ def test_a_stop_string_cuts_the_text() -> None:
     stop = whole.text.split()[5]
     (cut,) = FakeEngine(None).run([request("r", [1, 2], 30, ignore_eos=True, stop=(stop,))])
     assert cut.text == whole.text[: whole.text.index(stop)]
-    assert cut.finish_reason is FinishReason.STOP
+    assert (cut.finish_reason, cut.stopped_by, whole.stopped_by) == (FinishReason.STOP, stop, None)
     assert len(cut.token_ids) < 30
+
+
+def formed(name: str, kind: str, value: Any, **params: Any) -> Request:
+    made = request(name, [1, 2, len(name)], **{"max_tokens": 400, **params})
+    return replace(made, params=replace(made.params, grammar=spec_of(kind, value)))
+
+
+def test_answers_have_the_form_that_is_asked_for() -> None:
+    made = [formed(f"r{seed}", "json", random_schema(seed), seed=seed) for seed in range(40)]
+    one, two = list(FakeEngine(None, step_tokens=7).run(made)), list(FakeEngine(None).run(reversed(made)))[::-1]
+    assert one == two
+    for seed, done in enumerate(one):
+        assert done.finish_reason is not FinishReason.ERROR, done.error_message
+        if done.finish_reason is FinishReason.STOP:
+            jsonschema.validate(json.loads(done.text), random_schema(seed), cls=jsonschema.Draft202012Validator)
+        assert done.text and len(done.token_ids) == done.usage.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wanted"),
+    [
+        ("choice", ["ja", "weiß nicht 🙂"], "ja|weiß nicht 🙂"),
+        ("regex", r"[A-Z]{2}-\d{3}", r"[A-Z]{2}-\d{3}"),
+        ("grammar", 'root ::= "x" | "y" root', "y*x"),
+    ],
+)
+def test_forms_of_every_kind_are_followed(kind: str, value: Any, wanted: str) -> None:
+    found = [done.text for done in FakeEngine(None).run(formed(f"r{i}", kind, value, seed=i) for i in range(9))]
+    assert all(re.fullmatch(wanted, text) for text in found), found
+
+
+def test_a_form_obeys_the_parameters_and_one_that_nothing_follows_costs_its_request() -> None:
+    cut, least, stopped, bad, good = FakeEngine(None).run(
+        [
+            formed("cut", "regex", "a{90}b", max_tokens=5),
+            formed("least", "regex", "a+", min_tokens=20),
+            formed("stopped", "choice", ["one two three"], stop=(" two",), logprobs=1),
+            formed("bad", "json", {"not": {}}),
+            formed("good", "choice", ["yes"]),
+        ]
+    )
+    assert cut.finish_reason in (FinishReason.LENGTH, FinishReason.STOP) and len(cut.token_ids) <= 5
+    assert len(least.token_ids) >= 20 and least.finish_reason is FinishReason.STOP
+    assert (stopped.text, stopped.stopped_by) == ("one", " two") and len(stopped.logprobs or ()) == 1
+    assert (bad.finish_reason, bad.error_code) == (FinishReason.ERROR, "grammar_not_usable")
+    assert good.text == "yes"
+
+
+def test_calls_that_must_come_can_be_read() -> None:
+    schema = {"type": "object", "properties": {"stars": {"enum": [1, 2, 3]}}, "required": ["stars"]}
+    tool = {"type": "function", "function": {"name": "rate", "parameters": schema}}
+    use = ToolUse(tools=[tool], must_call=("rate",), max_calls=2)
+    for call_format in CallFormat:
+        made = request("r", [1, 2], 200, seed=3)
+        asked = replace(made, params=replace(made.params, grammar=calls_form(use, call_format)))
+        (done,) = FakeEngine(None).run([asked])
+        calls = parse_calls(done.text, call_format).calls
+        assert calls and all(json.loads(call.arguments)["stars"] in (1, 2, 3) for call in calls)
 
 
 def test_the_witness_sees_every_execution_begin_and_end(tmp_path: Path) -> None:

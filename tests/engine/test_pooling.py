@@ -104,7 +104,7 @@ def test_a_preempted_prompt_begins_its_vector_anew(tiny_model: Path, oracle: tor
     engine.add(pooled("r", ids, mode))
     engine.step()
     engine.step()
-    assert engine.scheduler.preempt("r#0")
+    assert engine.scheduler.preempt("r\x000")
     completions: list[Completion] = []
     while engine.has_work():
         completions += engine.step().completions

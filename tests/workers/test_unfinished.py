@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from batchsvc.batches import resume_file, unit_file, unit_queries
 from batchsvc.batches.lifecycle import Status
@@ -17,8 +20,10 @@ from batchsvc.batches.unit_queries import ClaimedUnit
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.fake import FakeEngine
+from engine.request import Begun, TokenLogprobs
 from tests.workers.conftest import DIGEST, World
 from tests.workers.test_engine_run import completed, finalized, until, worker
+from workers.choices import choices_of
 from workers.step import EngineRun
 from workers.translate import open_rows, to_request
 
@@ -57,8 +62,7 @@ def same_as(world: World, batch_id: str, expected: dict[int, Any]) -> None:
     assert {line["line"] for line in output} == set(expected)
     for line in output:
         done, body = expected[line["line"]], line["response"]["body"]
-        assert body["choices"][0]["message"]["content"] == done.text
-        assert body["choices"][0]["finish_reason"] == done.finish_reason
+        assert body["choices"] == choices_of(done, {}, ident="")
         assert body["usage"]["completion_tokens"] == done.usage.output_tokens
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == max(1, done.usage.hit_tokens)
 
@@ -75,10 +79,19 @@ def drained(run: EngineRun) -> None:
     run.drain()
 
 
-@pytest.mark.parametrize("params", [LONG, {**LONG, "stop": ["river stone"]}, {"min_tokens": 1_500}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        LONG,
+        {**LONG, "stop": ["river stone"]},
+        {"min_tokens": 1_500},
+        {**LONG, "n": 3, "logprobs": 2, "max_tokens": 150},
+    ],
+    ids=str,
+)
 def test_a_drain_loses_no_token(world: World, tmp_path: Path, params: dict[str, Any]) -> None:
-    world.params = params
-    batch_id = world.add_batch(num_lines=12, unit_lines=6, max_tokens=2_000)
+    world.params = {name: value for name, value in params.items() if name != "max_tokens"}
+    batch_id = world.add_batch(num_lines=12, unit_lines=6, max_tokens=params.get("max_tokens", 2_000))
     witness = tmp_path / "witness"
 
     def fake(tokens_per_s: float) -> FakeEngine:
@@ -118,7 +131,13 @@ def real(tiny: tuple[Path, str]) -> Iterator[list[Engine]]:
 
 
 @pytest.mark.parametrize(
-    "params", [{"temperature": 0.9, "top_p": 0.9, "min_tokens": 40}, {"temperature": 0.0}], ids=str
+    "params",
+    [
+        {"temperature": 0.9, "top_p": 0.9, "min_tokens": 40},
+        {"temperature": 0.0},
+        {"temperature": 0.9, "n": 3, "logprobs": 4, "frequency_penalty": 0.5},
+    ],
+    ids=str,
 )
 def test_the_real_engine_gives_the_same_bytes_after_a_takeover(
     sqlite_world: World, real: list[Engine], params: dict[str, Any]
@@ -148,8 +167,13 @@ def test_the_real_engine_gives_the_same_bytes_after_a_takeover(
     finalized(world, batch_id, Status.COMPLETED)
     for line in world.result(batch_id, "output"):
         done, body = expected[line["line"]], line["response"]["body"]
-        assert body["choices"][0]["message"]["content"] == done.text
+        assert [choice["message"]["content"] for choice in body["choices"]] == [one.text for one in done.answers]
         assert body["usage"]["completion_tokens"] == done.usage.output_tokens
+        for choice, one in zip(body["choices"], done.answers, strict=True):
+            for found, wanted in zip((choice["logprobs"] or {}).get("content", ()), one.logprobs or (), strict=True):
+                assert bytes(found["bytes"]) == wanted.piece and found["logprob"] == pytest.approx(
+                    wanted.logprob, abs=1e-4
+                )
     together = first.stats().output_tokens + second.stats().output_tokens
     assert together == sum(done.usage.output_tokens for done in expected.values()), "a drain loses no token"
 
@@ -210,8 +234,17 @@ def test_damaged_saves_cost_work_and_nothing_else(sqlite_world: World, damage: s
 
 
 def test_the_object_holds_what_was_put_in() -> None:
-    rows = [Unfinished(line_no=n, token_ids=tuple(range(n * 100)), hit_tokens=n) for n in range(5)]
+    lone = [Unfinished(line_no=n, answers=(Begun(tuple(range(n * 100))),), hit_tokens=n) for n in range(5)]
+    found = TokenLogprobs(7, -0.1 - 0.2, ((7, -0.1 - 0.2), (9, -1e-17)))
+    several = Unfinished(line_no=9, answers=(Begun((7,), (found,)), Begun(), Begun((7,), (found,))), hit_tokens=3)
+    rows = [*lone, several]
     data = resume_file.encode(rows)
+    assert resume_file.decode(data, hashlib.sha256(data).hexdigest()) == {row.line_no: row for row in rows}
+    few = resume_file.encode([several, *lone, replace(several, line_no=10)], most_logprobs=6)
+    assert set(resume_file.decode(few, hashlib.sha256(few).hexdigest())) == {0, 1, 2, 3, 4, 9}, "the others begin anew"
+    plain = zstandard.ZstdCompressor().compress(b"[[5,2,[1,2,3]]]")
+    older = resume_file.decode(plain, hashlib.sha256(plain).hexdigest())
+    assert older == {5: Unfinished(line_no=5, answers=(Begun((1, 2, 3)),), hit_tokens=2)}, "as older workers wrote it"
     with pytest.raises(ValueError, match="aren't what"):
         resume_file.decode(data, "0" * 64)
 

@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 from engine.sample.stop import StopMatcher
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
     matcher = StopMatcher(stops)
     text = "".join(matcher.push(piece) for piece in pieces)
-    return text + matcher.finish(), matcher.is_stopped
+    return text + matcher.finish(), matcher.found
 
 
-def by_characters(stops: list[str], text: str) -> tuple[str, bool]:
+def by_characters(stops: list[str], text: str) -> tuple[str, str | None]:
     """The definition: read one character more at a time until a stop string is complete."""
     for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
 
 
 @pytest.mark.parametrize("stop", ["\n\nUser:", "###", "aab", "x"])

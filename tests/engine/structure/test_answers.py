@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Completion, FinishReason, Request, SamplingParams
+from engine.sched.plan import StepPlan, StepResult
 from engine.structure import forms
 from engine.structure.grammar import spec_of
+from engine.text import load_text
 from tests.schemas import random_schema
 
 PROMPT = list(range(20, 49))
@@ -157,3 +160,14 @@ def test_a_resumed_answer_that_breaks_its_form_costs_its_line_only(engine: Engin
     found = list(engine.run([broken, good]))
     assert (found[0].finish_reason, found[0].error_code) == (FinishReason.ERROR, forms.CODE)
     assert found[1].text == "fine"
+
+
+def test_a_grammar_that_failed_is_the_reason_whatever_was_made_of_its_mask(tiny_model: Path) -> None:
+    text = load_text(tiny_model)
+    made = forms.Forms(text, vocab_size=text.meta.vocab_size, eos_ids=text.meta.eos_ids)
+    matcher = made.start(asking("r", "choice", ["yes"]))
+    assert matcher is not None
+    matcher.push(60)
+    plan = StepPlan(step=0, chunks=(), masks={"r": np.zeros(1, np.int32)})
+    found = made.follow(plan, StepResult({}, {"r": "The output is not a number."}))
+    assert "form" in found.failed["r"] and found.codes == {"r": forms.CODE}

@@ -9,14 +9,16 @@ import jsonschema
 import numpy as np
 import orjson
 import pytest
+from anthropic.types import Message
 from openai.types.chat import ChatCompletion
 
-from batchsvc.batches import unit_file
-from batchsvc.batches.body import fit, parse_chat
+from batchsvc.batches import message_results, unit_file
+from batchsvc.batches.body import ChatCall, fit, parse_chat
+from batchsvc.batches.message_body import parse_message
 from batchsvc.batches.rendering import render_chat
 from batchsvc.batches.unit_file import UnitRow
 from batchsvc.batches.unit_queries import ClaimedUnit
-from batchsvc.cli.prompt import Prompting, _Body
+from batchsvc.cli.prompt import Prompting, bodies_of
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.text import TextModel, load_text
@@ -55,9 +57,9 @@ def engine(tiny_model: Path) -> Engine:
     )
 
 
-def answered(engine: Engine, text: TextModel, body: dict[str, Any]) -> dict[str, Any]:
+def answered(engine: Engine, text: TextModel, body: dict[str, Any] | ChatCall) -> dict[str, Any]:
     """The body of the response to one line, through the unit file."""
-    call, prompt = render_chat(parse_chat(body), text)
+    call, prompt = render_chat(body if isinstance(body, ChatCall) else parse_chat(body), text)
     prompt_ids = text.tokenizer.encode(prompt)
     params = fit(call, prompt_tokens=len(prompt_ids), context_tokens=512, default_max_tokens=100)
     row = UnitRow(
@@ -99,7 +101,7 @@ def asking(**fields: Any) -> dict[str, Any]:
 def test_the_schema_of_the_command_line_is_followed(engine: Engine, text: TextModel, tmp_path: Path) -> None:
     (tmp_path / "my schema.json").write_bytes(orjson.dumps(SCHEMA))
     prompting = Prompting(prompt="Rate {review}", schema=tmp_path / "my schema.json", temperature=1)
-    choice = answered(engine, text, _Body(prompting, "m").asking("Rate it."))["choices"][0]
+    choice = answered(engine, text, bodies_of(prompting, "m").asking("Rate it."))["choices"][0]
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(orjson.loads(choice["message"]["content"]), {**SCHEMA, "additionalProperties": False})
 
@@ -114,6 +116,16 @@ def test_a_forced_call_is_a_call(engine: Engine, text: TextModel) -> None:
     assert call["type"] == "function" and call["function"]["name"] == "rate"
     jsonschema.validate(orjson.loads(call["function"]["arguments"]), TOOL["function"]["parameters"])
     assert answered(engine, text, body)["choices"] == first["choices"], "the ids of calls are the same in every run"
+
+
+def test_a_message_that_must_use_a_tool_does_so_in_anthropics_words(engine: Engine, text: TextModel) -> None:
+    tool = {"name": "rate", "input_schema": TOOL["function"]["parameters"]}
+    asked = {"max_tokens": 100, "tools": [tool], "tool_choice": {"type": "tool", "name": "rate"}, "temperature": 0}
+    chat = parse_message({**asked, "messages": [{"role": "user", "content": "Rate it."}]}).chat
+    message = Message.model_validate(message_results.message_of(answered(engine, text, chat)))
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and block.type == "tool_use" and block.name == "rate"
+    assert block.input["stars"] in (1, 2, 3)
 
 
 def test_a_choice_of_vllm_is_followed(engine: Engine, text: TextModel) -> None:

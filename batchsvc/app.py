@@ -26,6 +26,7 @@ import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
 import batchsvc.files.routes
+import batchsvc.files.store_routes
 import batchsvc.files.upload_routes
 import batchsvc.webhooks.routes
 from batchsvc import logs
@@ -94,6 +95,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         app.include_router(module.routes.router)
     app.include_router(batchsvc.files.upload_routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
+    app.include_router(batchsvc.files.store_routes.router)
     app.include_router(batchsvc.batches.message_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.batches.explain_routes.router)

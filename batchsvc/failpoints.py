@@ -16,6 +16,7 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                batch.created     a batch's row is committed, no hint was sent
                batch.hinted      the hint is on its way, the caller has no answer
     planner    plan.claimed      the plan lease is taken
+               import.stored     an input's copy is complete, its row doesn't know
                window.stored     a window's objects are stored, nothing counts
                window.planned    a window counts
                plan.ended        the batch is in progress, no ticket was sent
@@ -36,6 +37,9 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                batch.published   the batch has ended, nobody was told
     reaper     reaper.ticked     a tick begins
     courier    webhook.sent      a receiver has answered, or not, and nothing is written of it
+    exporter   export.begun      an upload in a tenant's store is begun and noted
+               export.copied     all results are over there, the manifest isn't
+               export.completed  the manifest is there, its row doesn't know
 """
 
 from __future__ import annotations

@@ -64,6 +64,10 @@ def delivery_id() -> str:
     return "whd_" + random_text(24)
 
 
+def store_id() -> str:
+    return "store_" + random_text(24)
+
+
 def worker_id(host: str, pid: int) -> str:
     """Unique for every start of a process: a restarted worker must not look like its dead self."""
     return f"{host}:{pid}:{random_text(8)}"

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 
 from batchsvc.db import migrate
 from batchsvc.settings import Settings
-from tests import servers
+from tests import servers, tenant_store
 
 # a slow machine is no defect: examples have no deadline, the test has
 hypothesis_settings.register_profile("batchsvc", deadline=None)
@@ -32,6 +32,20 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
     with servers.start_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tenant_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
+    """Another S3 server than ours, with other keys."""
+    with servers.start_s3(tmp_path_factory.mktemp("tenant-s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def tenant(tenant_server: servers.S3Server) -> Iterator[tenant_store.Tenant]:
+    """A bucket of a tenant."""
+    with tenant_store.made(tenant_server, "tenant-" + secrets.token_hex(6)) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ def test_every_setting_stands_in_readme_as_it_is_described() -> None:
 
 
 def test_each_library_has_its_one_place() -> None:
-    assert files_that_import("boto3", *PACKAGES) == {"batchsvc/store/s3.py"}
+    assert files_that_import("boto3", *PACKAGES) == {"batchsvc/store/s3.py", "batchsvc/store/foreign.py"}
     celery = files_that_import("celery", *PACKAGES) | files_that_import("kombu", *PACKAGES)
     assert {name for name in celery if not name.startswith("workers/")} <= {"batchsvc/dispatch.py"}
     assert files_that_import("jinja2", *PACKAGES) == {"engine/text/chat.py"}, "there is exactly one render site"

@@ -26,6 +26,7 @@ from engine.config import Formats
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.text import load_text
+from workers.exporter import Exporter
 from workers.finalize import Finalizer
 from workers.plan import Planner
 from workers.pump import EngineLike
@@ -39,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 
 class ControlRun:
-    """What a control process does: plan, finalize, reap, send webhooks."""
+    """What a control process does: plan, finalize, reap, send webhooks, export results."""
 
     def __init__(self, settings: Settings) -> None:
         owner = new_owner()
@@ -53,6 +54,7 @@ class ControlRun:
         self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
         self._courier = Courier(settings, self._db)
+        self._exporter = Exporter(settings, self._db, store)
         self.reaper = Reaper(
             settings,
             self._db,
@@ -61,11 +63,12 @@ class ControlRun:
             plan=self.planner.plan,
             finalize=self.finalizer.finalize,
             quote=self.planner.quote,
-            wake_courier=self._courier.wake,
+            wake_senders=(self._courier.wake, self._exporter.wake),
         )
 
     def start(self) -> None:
         self._courier.start()
+        self._exporter.start()
         self.reaper.start()
 
     def signalled(self) -> None:
@@ -77,6 +80,7 @@ class ControlRun:
         self._is_stopping = True
         self.reaper.stop()
         self._courier.stop()
+        self._exporter.stop()
 
     def close(self) -> None:
         """Send what is buffered and close the connections."""

@@ -13,7 +13,7 @@ Each step is a short transaction that is right to repeat and right to run in sev
     quotas      batches that waited for quota start when there is room
     budgets     and so do those that waited for money
     tickets     a model's queue is as long as it has claimable units
-    webhooks    the courier's thread is woken, which sends what is due
+    senders     the threads of webhooks and exports are woken, which send what is due
     money       now and then a batch that has ended is added up again, by code of its own
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
@@ -27,7 +27,7 @@ import socket
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import structlog
@@ -91,7 +91,7 @@ class Reaper:
         plan: Callable[[str], object],
         finalize: Callable[[str], object],
         quote: Callable[[str], object],
-        wake_courier: Callable[[], None] = lambda: None,
+        wake_senders: Iterable[Callable[[], None]] = (),
     ) -> None:
         self._settings = settings
         self._db = db
@@ -100,7 +100,7 @@ class Reaper:
         self._plan = plan
         self._finalize = finalize
         self._quote = quote
-        self._wake_courier = wake_courier
+        self._wake_senders = tuple(wake_senders)
         self._night = Night.from_settings(settings)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
@@ -136,7 +136,7 @@ class Reaper:
             self._quotas,
             self._budgets,
             self._tickets,
-            self._webhooks,
+            self._senders,
             self._answers,
             self._workers,
             self._files,
@@ -300,8 +300,9 @@ class Reaper:
             log.info("ticket.sent_again", model=digest[:16], tickets=due)
             self._dispatcher.ticket(digest, due)
 
-    def _webhooks(self) -> None:
-        self._wake_courier()
+    def _senders(self) -> None:
+        for wake in self._wake_senders:
+            wake()
 
     def _answers(self) -> None:
         self._db.run(idempotency.forget_old)

@@ -116,6 +116,7 @@ def _body(parent: Batch, wishes: RunAgain) -> CreateBatch:
         "name": parent.name,
         "priority": parent.priority,
         "on_quota": parent.on_quota,
+        "output_s3": parent.output_s3,
         "max_cost": None if most is None else f"{most // _NANOS}.{most % _NANOS:09d}",
     }
     return CreateBatch.model_validate(inherited | wishes.model_dump(exclude_none=True))

@@ -1,7 +1,9 @@
-"""Where the input of a new batch comes from, besides a file that was uploaded before: requests in the call itself.
+"""Where the input of a new batch comes from, besides a file that was uploaded before: requests in the call itself, or
+an object in a store that is registered for the project.
 
-They are written into an input file, line by line, before the batch is made; from there on it is a batch like any
-other. The file's row and the batch's are one transaction, so that neither is there without the other.
+Requests are written into an input file, line by line, before the batch is made; of an object the version that it has
+now is pinned, and its bytes are copied when the batch is planned (files/importing.py). From there on it is a batch like
+any other. The file's row and the batch's are one transaction, so that neither is there without the other.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from sqlalchemy.orm import Session
 
 from batchsvc import ids
 from batchsvc.accounts.service import Caller
+from batchsvc.batches import service
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.errors import InvalidRequestError, ServiceError
+from batchsvc.files import importing
 from batchsvc.files import service as files
+from batchsvc.files.s3_uri import S3Uri, is_s3, parse_object
 from batchsvc.files.tables import File
 from batchsvc.http.deps import Context
-from batchsvc.http.uploads import Stored, sha256_of
+from batchsvc.http.uploads import Stored, check_size, sha256_of
 from batchsvc.store import keys
-from batchsvc.store.s3 import ObjectStore
+from batchsvc.store.s3 import ObjectInfo, ObjectStore
 
 _INLINE_NAME = "requests.jsonl"
 
@@ -67,15 +72,67 @@ class InlineInput:
         self.store.delete([self.s3_key])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Input:
+    """An object in a tenant's store, at one version."""
+
+    project_id: str
+    file_id: str
+    s3_key: str
+    source: S3Uri
+    found: ObjectInfo
+    life_s: int
+
+    def record(self, session: Session, *, is_retry: bool) -> File:
+        """Its row; the same version is the same file, whoever asks again."""
+        return files.add_import(
+            session,
+            file_id=self.file_id,
+            project_id=self.project_id,
+            s3_key=self.s3_key,
+            source=self.source,
+            source_etag=self.found.etag,
+            size_bytes=self.found.size_bytes,
+            life_s=self.life_s,
+        )
+
+    def forget(self) -> None:
+        """Nothing is stored yet."""
+
+
 @contextmanager
 def opened(context: Context, caller: Caller, body: CreateBatch) -> Iterator[NewInput | None]:
     """The input that a call brings along; None: it names a file. Raises InvalidRequestError for none, or two."""
     _check_one(body)
     if body.requests is None:
-        yield None
+        if is_s3(body.input_file_id or ""):  # then both ends are judged before one of them is asked
+            with context.db.reading() as session:
+                service.output_prefix(session, caller.project_id, body, context.settings)
+        yield s3_input(context, caller, body.input_file_id or "")
         return
     with stored_inline(context, caller, body.requests, body.endpoint) as made:
         yield made
+
+
+def s3_input(context: Context, caller: Caller, input_file_id: str) -> S3Input | None:
+    """The object that a call names as its input, as it is now; None: it names a file.
+
+    Raises PermissionDeniedError, before anything is sent, for what isn't registered for the project.
+    """
+    if not is_s3(input_file_id):
+        return None
+    source, settings = parse_object(input_file_id, importing.PARAM), context.settings
+    found = importing.head(context.db, caller.project_id, source, settings)
+    check_size(found.size_bytes, settings.max_input_bytes, param=importing.PARAM)
+    file_id = ids.file_id()
+    return S3Input(
+        project_id=caller.project_id,
+        file_id=file_id,
+        s3_key=keys.input_file(caller.project_id, file_id),
+        source=source,
+        found=found,
+        life_s=settings.file_ttl_s,
+    )
 
 
 @contextmanager

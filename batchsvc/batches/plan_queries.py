@@ -22,17 +22,27 @@ from batchsvc.billing.pricing import STANDARD_TIER
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files import service as files
+from batchsvc.files.importing import Origin, origin_of
 from batchsvc.files.lines import Problem
+from batchsvc.files.tables import File
 from batchsvc.money import Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """The file that a batch reads."""
+    """The file that a batch reads. `origin`: where it has to be copied from first."""
 
     s3_key: str
     etag: str
     size_bytes: int
+    origin: Origin | None = None
+
+    @classmethod
+    def of(cls, file: File | None) -> Input | None:
+        """The input that a row names; None: it is gone."""
+        if file is None:
+            return None
+        return cls(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes, origin=origin_of(file))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +156,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         model_requested=batch.model_requested,
         model_id=batch.model_id,
         aliases=batch.aliases,
-        input=None if file is None else Input(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes),
+        input=Input.of(file),
         window_no=len(windows),
         unit_no=0 if last_unit is None else last_unit + 1,
         first_line=windows[-1].last_line + 1 if windows else 1,
@@ -166,9 +176,13 @@ def keep(session: Session, batch_id: str, epoch: int, lease_s: float) -> bool:
     return _change(session, batch_id, epoch, plan_lease_ms=database_now_ms(session) + _ms(lease_s))
 
 
-def let_go(session: Session, batch_id: str, epoch: int, written: Sequence[str]) -> None:
-    """End the lease of a planner that stops early, and have deleted what it stored but nobody knows of."""
-    _change(session, batch_id, epoch, plan_lease_ms=0)
+def let_go(session: Session, batch_id: str, epoch: int, written: Sequence[str], *, wait_s: float = 0) -> None:
+    """End the lease of a planner that stops early, and have deleted what it stored but nobody knows of.
+
+    `wait_s`: for so long nobody else need try.
+    """
+    until_ms = database_now_ms(session) + _ms(wait_s) if wait_s else 0
+    _change(session, batch_id, epoch, plan_owner=None, plan_lease_ms=until_ms)
     # a commit whose answer was lost has given the objects to a window after all: they stand and fall together
     if session.scalar(select(Window.no).where(Window.batch_id == batch_id, Window.line_nos_key.in_(written))) is None:
         garbage_queries.discard(session, written)

@@ -33,6 +33,7 @@ from batchsvc.batches.window import PlannedRequest, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.billing.pricing import most_nanos
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files.importing import PutOffError
 from batchsvc.files.lines import Problem, UnreadableFileError
 from batchsvc.money import TOKENS_PER_RATE
 from batchsvc.store import keys
@@ -41,7 +42,8 @@ log = structlog.get_logger(__name__)
 
 
 class PlanProgress(StrEnum):
-    """AGAIN: call again for the next window. DONE: nothing is left to plan. LOST: somebody else plans this batch."""
+    """AGAIN: call again for the next window. DONE: nothing is left to plan. LOST: somebody else plans this batch, or
+    it is put off."""
 
     AGAIN = "again"
     DONE = "done"
@@ -70,6 +72,9 @@ def plan_next_window(context: PlanContext, batch_id: str, owner: str) -> PlanPro
                 return PlanProgress.LOST
             plan_queries.discard_unstarted(session, batch_id)
             return PlanProgress.DONE
+    except PutOffError as error:
+        planner.let_go(wait_s=error.wait_s)
+        return PlanProgress.LOST
     except DamagedObjectError as error:
         log.warning("window.damaged", batch=batch_id, key=error.key, reason=error.reason)
         planner.let_go()
@@ -116,10 +121,10 @@ class _WindowPlanner:
         failpoints.reach("plan.ended")
         return PlanProgress.DONE
 
-    def let_go(self) -> None:
+    def let_go(self, *, wait_s: float = 0) -> None:
         """Ends the lease early and leaves what was stored for nothing to the garbage collector."""
         claim, written = self._claim, self._written
-        self._context.db.run(lambda s: plan_queries.let_go(s, claim.batch_id, claim.epoch, written))
+        self._context.db.run(lambda s: plan_queries.let_go(s, claim.batch_id, claim.epoch, written, wait_s=wait_s))
 
     def _read(self) -> WindowDraft:
         return self._reader.read(limits_of(self._claim, self._context.settings))

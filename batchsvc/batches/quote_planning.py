@@ -46,6 +46,7 @@ from batchsvc.batches.unit_plan import planned_units
 from batchsvc.batches.window import PlannedRequest, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files.importing import PutOffError
 from batchsvc.files.lines import Problem, UnreadableFileError
 from batchsvc.store import keys
 from engine.errors import RequestError
@@ -73,6 +74,10 @@ def plan_next_window(context: PlanContext, quote_id: str, owner: str) -> PlanPro
     except LeaseLostError:
         with db.reading() as session:
             return PlanProgress.LOST if quote_queries.is_queued(session, quote_id) else PlanProgress.DONE
+    except PutOffError as error:
+        wait_s = error.wait_s
+        db.run(lambda s: quote_queries.let_go(s, quote_id, epoch, wait_s=wait_s))
+        return PlanProgress.LOST
     except DamagedObjectError as error:
         log.warning("window.damaged", quote=quote_id, key=error.key, reason=error.reason)
         db.run(lambda s: quote_queries.start_over(s, quote_id, epoch))

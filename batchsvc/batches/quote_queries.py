@@ -105,7 +105,7 @@ def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteC
         model_requested=row.model_requested,
         model_id=row.model_id,
         aliases=row.aliases,
-        input=None if file is None else Input(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes),
+        input=Input.of(file),
         window_no=len(row.windows),
         unit_no=0,
         first_line=last["last_line"] + 1 if last else 1,
@@ -128,10 +128,10 @@ def keep(session: Session, quote_id: str, epoch: int, lease_s: float) -> bool:
     return row is not None
 
 
-def let_go(session: Session, quote_id: str, epoch: int) -> None:
-    """End the lease of a planner that stops early."""
+def let_go(session: Session, quote_id: str, epoch: int, *, wait_s: float = 0) -> None:
+    """End the lease of a planner that stops early. `wait_s`: for so long nobody else need try."""
     if (row := _mine(session, quote_id, epoch)) is not None:
-        row.plan_lease_ms = 0
+        row.plan_lease_ms = database_now_ms(session) + _ms(wait_s) if wait_s else 0
 
 
 def start_over(session: Session, quote_id: str, epoch: int) -> None:
@@ -195,6 +195,8 @@ def finish(session: Session, quote_id: str, epoch: int, ttl_s: float) -> bool:
         return False
     row.status, row.ended_ms = READY, database_now_ms(session)
     row.expires_ms = row.ended_ms + _ms(ttl_s) if row.sample_lines is None else None
+    if not row.input_sha256 and (file := files.find_stored(session, row.project_id, row.input_file_id)):
+        row.input_sha256 = file.sha256  # of an input that was copied for this quote
     row.plan_owner, row.plan_lease_ms = None, 0
     _discard_windows(session, row, keeps_rows=True)
     return True

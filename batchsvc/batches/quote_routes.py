@@ -15,7 +15,7 @@ from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
-from batchsvc.batches import quote_queries, quote_service
+from batchsvc.batches import inputs, quote_queries, quote_service
 from batchsvc.batches.quote_schemas import CreateQuote, quote_object
 from batchsvc.batches.quote_service import NotHereError
 from batchsvc.batches.reading import PlanContext
@@ -36,8 +36,14 @@ def create_quote(
     is planned by a control worker, and polled; if the message to that is lost, the reaper asks again."""
     quote_id = ids.quote_id()
 
+    given = inputs.s3_input(context, caller, body.input_file_id)
+
     def create(session: Session) -> dict[str, Any]:
-        return {"id": quote_service.create_quote(session, caller, body, context.settings, quote_id=quote_id).id}
+        call = body
+        if given is not None:
+            file = given.record(session, is_retry=repetition.is_retry)
+            call = body.model_copy(update={"input_file_id": file.id})
+        return {"id": quote_service.create_quote(session, caller, call, context.settings, quote_id=quote_id).id}
 
     made = context.db.run(
         lambda session: idempotency.once(

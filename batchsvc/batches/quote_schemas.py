@@ -36,7 +36,7 @@ def quote_object(row: Quote) -> dict[str, Any]:
         "created_at": row.created_ms // 1000,
         "expires_at": None if row.expires_ms is None else row.expires_ms // 1000,
         "input_file_id": row.input_file_id,
-        "input_sha256": row.input_sha256,
+        "input_sha256": row.input_sha256 or None,
         "endpoint": row.endpoint,
         "completion_window": row.completion_window,
         "on_invalid": row.on_invalid,

@@ -76,7 +76,8 @@ def _check_same(body: CreateBatch, row: Quote, input_sha256: str, model: Model |
     }
     changed: dict[str, str] = {}
     if input_sha256 != row.input_sha256:
-        changed["input_file_id"] = f"the input has the SHA-256 {input_sha256}, not {row.input_sha256}"
+        now = input_sha256 or "(not known before it was copied)"
+        changed["input_file_id"] = f"the input has the SHA-256 {now}, not {row.input_sha256}"
     for name, value in quoted.items():
         if getattr(body, name) != value:
             changed[name] = f"{name} is {getattr(body, name)}, not {value}"

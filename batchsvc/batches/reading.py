@@ -20,7 +20,9 @@ from batchsvc.batches.plan_queries import PlanClaim
 from batchsvc.batches.window import WindowDraft
 from batchsvc.db.session import Database
 from batchsvc.errors import NotFoundError
+from batchsvc.files import importing
 from batchsvc.files.envelope import EnvelopeCheck, SeenIds
+from batchsvc.files.importing import ImportFailedError, Origin
 from batchsvc.files.lines import Problem, Record
 from batchsvc.files.plain import limits_of as decode_limits
 from batchsvc.files.plain import plain_file
@@ -140,6 +142,8 @@ class WindowReader:
     def _records(self) -> Generator[Record, None, None]:
         claim, settings, store = self._claim, self._context.settings, self._context.store
         source = claim.input
+        if source is not None and source.origin is not None:
+            source = replace(source, etag=self._imported(source.origin), origin=None)
         info = None if source is None else store.head(source.s3_key)
         if source is None or info is None:
             raise _gone()
@@ -155,6 +159,13 @@ class WindowReader:
                 first_line=claim.first_line,
                 offset=claim.offset,
             )
+
+    def _imported(self, origin: Origin) -> str:
+        context = self._context
+        try:
+            return importing.fetch(context.db, context.store, context.settings, origin, self._keep)
+        except ImportFailedError as error:
+            raise BatchFailedError(error.code, str(error), importing.PARAM) from error
 
     def _chosen(self, records: Iterator[Record]) -> Iterator[Record]:
         """The records of a batch that runs lines of another one again are these lines."""

@@ -98,7 +98,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
             model_requested=batch.model_requested,
             model_id=batch.model_id,
             aliases=batch.aliases,
-            input=None if file is None else Input(s3_key=file.s3_key, etag=file.etag, size_bytes=file.size_bytes),
+            input=Input.of(file),
             window_no=window.no,
             unit_no=0,
             first_line=before[-1].last_line + 1 if before else 1,

@@ -8,9 +8,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.manifest import MANIFEST
 from batchsvc.batches.outlook import Outlook
 from batchsvc.batches.scaling_queries import Demand
-from batchsvc.batches.tables import Batch, Model
+from batchsvc.batches.tables import Batch, Export, Model
 from batchsvc.files.schemas import ExpiresAfter
 
 MOST_REQUESTS = 100_000  # in a call; a file may have more
@@ -19,8 +20,8 @@ MOST_REQUESTS = 100_000  # in a call; a file may have more
 class CreateBatch(BaseModel):
     """Body of POST /v1/batches. All from `model` on are extensions (`extra_body` of the client).
 
-    The input is a file, or, without one, the `requests` themselves, each as a line of a file would be; their method
-    and url may be left out.
+    The input is a file, an object as `s3://bucket/key`, or, without one, the `requests` themselves, each as a line of a
+    file would be; their method and url may be left out.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -37,6 +38,7 @@ class CreateBatch(BaseModel):
     on_quota: Literal["wait", "fail"] = "wait"
     quote_id: str | None = Field(default=None, min_length=1, max_length=64)
     max_cost: StrictInt | StrictFloat | StrictStr | None = None  # dollars
+    output_s3: str | None = Field(default=None, min_length=1, max_length=1100)  # a prefix that results go to, too
     requests: list[dict[str, Any]] | None = Field(default=None, min_length=1, max_length=MOST_REQUESTS)
 
 
@@ -75,7 +77,9 @@ class CreateAlias(BaseModel):
     target: str
 
 
-def batch_object(row: Batch, outlook: Outlook, *, waiting_for: str | None, scheduled_ms: int | None) -> dict[str, Any]:
+def batch_object(
+    row: Batch, outlook: Outlook, *, waiting_for: str | None, scheduled_ms: int | None, export: Export | None = None
+) -> dict[str, Any]:
     """A batch as the API shows it. `usage` is there from `in_progress` on: before, nobody knows any token."""
     status = shown_status(row)
     has_started = row.in_progress_ms is not None
@@ -122,6 +126,7 @@ def batch_object(row: Batch, outlook: Outlook, *, waiting_for: str | None, sched
         "pause_reason": row.pause_reason if row.is_paused else None,
         "errors_total": row.errors_total,
     }
+        "output_s3": _export(row, export),
     if has_started:
         shown["usage"] = _usage(row)
     return shown
@@ -177,4 +182,19 @@ def _usage(row: Batch) -> dict[str, Any]:
 
 
 def _seconds(ms: int | None) -> int | None:
+def _export(row: Batch, export: Export | None) -> dict[str, Any] | None:
+    """Where the results go in the tenant's store; they are there when the manifest is, and `state` is `done`."""
+    if export is None:
+        return None
+    prefix = f"{row.output_s3}{row.id}/"
+    return {
+        "prefix": row.output_s3,
+        "uri": prefix,
+        "manifest": f"{prefix}{MANIFEST}",
+        "state": export.state,
+        "error": export.error,
+        "attempts": export.num_failures + (export.state == "done"),
+    }
+
+
     return None if ms is None else ms // 1000

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import outlook, poison_queries, queries, quote_terms, terms, waiting
+from batchsvc.batches import export_queries, outlook, poison_queries, queries, quote_terms, terms, waiting
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.offpeak import Night
@@ -22,6 +22,8 @@ from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.files import store_service
+from batchsvc.files.s3_uri import parse_prefix
 from batchsvc.http.paging import PageArgs
 from batchsvc.money import parse_dollars
 from batchsvc.settings import Settings
@@ -43,6 +45,7 @@ def create_batch(
         return made
     window = terms.window_of(body.endpoint, body.completion_window, settings)
     _check(body)
+    output = output_prefix(session, caller.project_id, body, settings)
     max_cost_nanos = _max_cost_nanos(body)
     now = database_now_ms(session)
     quote = quote_terms.quote_of(session, caller.project_id, body)
@@ -77,11 +80,23 @@ def create_batch(
         created_ms=now,
         expires_ms=now + window.length_ms,
         model_requested=body.model,
+        output_s3=output,
         **pins,
     )
     session.add(row)
+    if output is not None:
+        export_queries.add(session, row)
     session.flush()
     return row
+
+
+def output_prefix(session: Session, project_id: str, body: CreateBatch, settings: Settings) -> str | None:
+    """Where the results shall go besides, as it is kept. Raises PermissionDeniedError unless it is registered."""
+    if body.output_s3 is None:
+        return None
+    prefix = parse_prefix(body.output_s3, "output_s3")
+    store_service.access(session, project_id, prefix, settings, "output_s3")
+    return str(prefix)
 
 
 def get(session: Session, project_id: str, batch_id: str) -> Batch:
@@ -171,12 +186,14 @@ def show(
     night = night or Night()
     around = waiting.look_around(session, rows, night, renew_s)
     looks = outlook.outlooks(session, rows, night, habits or Habits())
+    exports = export_queries.of_batches(session, rows)
     return [
         batch_object(
             row,
             looks[row.id],
             waiting_for=waiting.waiting_for(row, around),
             scheduled_ms=waiting.scheduled_ms(row, around),
+            export=exports.get(row.id),
         )
         for row in rows
     ]
@@ -233,4 +250,5 @@ def is_same(row: Batch, body: CreateBatch) -> bool:
         and (row.model_requested, row.on_invalid, row.on_quota, row.priority, row.max_cost_nanos)
         == (body.model, body.on_invalid, body.on_quota, body.priority, _max_cost_nanos(body))
         and (row.output_expires_after_s, row.quote_id) == (expires_s, body.quote_id)
+        and row.output_s3 == (str(parse_prefix(body.output_s3, "output_s3")) if body.output_s3 else None)
     )

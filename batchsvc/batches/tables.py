@@ -120,6 +120,33 @@ class Batch(Base):
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 
+    output_s3: Mapped[str | None] = mapped_column(String(1100))  # the prefix in a tenant's store that results go to
+
+
+class Export(Base):
+    """The results of a batch on their way into a tenant's store. `epoch` is the fence, as a unit's."""
+
+    __tablename__ = "exports"
+    __table_args__ = (
+        Index(
+            "ix_exports_due",
+            "due_ms",
+            sqlite_where=text("state = 'pending'"),
+            postgresql_where=text("state = 'pending'"),
+        ),
+    )
+
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"), primary_key=True)
+    project_id: Mapped[str] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(8))  # pending, done or failed (given up)
+    error: Mapped[str | None] = mapped_column(String(500))  # why the last attempt failed
+    num_failures: Mapped[int] = mapped_column(Integer, default=0)
+    due_ms: Mapped[Count]
+    ended_ms: Mapped[int | None] = mapped_column(BigInt)
+    epoch: Mapped[Count]
+    owner: Mapped[str | None] = mapped_column(String(128))
+    lease_ms: Mapped[Count]
+    uploads: Mapped[list[Any]] = mapped_column(Json)  # [[key, upload id]] that attempts have begun over there
 
 class Window(Base):
     """A run of consecutive lines that was planned together; where the next one starts in the input."""

@@ -59,6 +59,8 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
     if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
         says = f"its results can't be put together, this is attempt {row.fin_epoch}"
         return f"{says}: the log of the control worker says why"
+    if row.status == Status.VALIDATING and row.plan_owner is None and row.plan_lease_ms > around.now_ms:
+        return "the store of its input, which can't be read: it is asked again soon"
     if row.status != Status.IN_PROGRESS:
         return None
     if row.is_paused:

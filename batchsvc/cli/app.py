@@ -19,6 +19,7 @@ from batchsvc.cli import (
     prices,
     serve,
     statement,
+    stores,
     usage,
     webhooks,
 )
@@ -89,6 +90,7 @@ app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
+operate.app.add_typer(stores.app, name="stores")
 app.add_typer(operate.app, name="admin")
 app.add_typer(invoice.app, name="invoice")
 app.add_typer(prices.app, name="prices")

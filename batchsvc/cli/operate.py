@@ -12,7 +12,7 @@ from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import BatchArgument, DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
 from batchsvc.money import format_dollars, parse_dollars
 
-app = typer.Typer(no_args_is_help=True, help="Projects and paused batches.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Projects, their stores, and paused batches.", rich_markup_mode=None)
 
 
 @app.command()

@@ -18,9 +18,9 @@ from batchsvc.files.rows import row_records
 from batchsvc.files.unpack import DecodeLimits
 from batchsvc.settings import Settings
 from batchsvc.store import keys
+from batchsvc.store.pieces import put_pieces
 from batchsvc.store.s3 import ObjectStore
 
-_PART_BYTES = 8 * 1024 * 1024  # S3 takes 10,000 parts: 80 GB, far beyond what a file may decode to
 _FORMS: tuple[Form, ...] = ("lines", "rows")
 
 
@@ -73,33 +73,8 @@ def plain_file(
             if info.writer == _writer(form, etag):
                 return PlainFile(key, info.etag, form)
     with Decoding(Source(size_bytes, fetch), limits, is_table=False) as decoding:
-        made = _stored(store, key, decoding, etag, keep)
-    return PlainFile(key, made, decoding.form)
-
-
-def _stored(store: ObjectStore, key: str, decoding: Decoding, etag: str, keep: Callable[[], None]) -> str:
-    """Store what is decoded under a key, and return its ETag."""
-    buffer, size_bytes, etags = bytearray(), 0, list[str]()
-    upload_id: str | None = None
-    writer = _writer(decoding.form, etag)
-    try:
-        for piece in decoding.pieces():
-            keep()
-            buffer += piece
-            size_bytes += len(piece)
-            if len(buffer) >= _PART_BYTES:
-                upload_id = upload_id or store.start_multipart(key, writer=writer)
-                etags.append(store.upload_part(key, upload_id, len(etags) + 1, bytes(buffer)))
-                buffer.clear()
-        if upload_id is None:
-            return store.put(key, bytes(buffer), writer=writer)
-        if buffer:
-            etags.append(store.upload_part(key, upload_id, len(etags) + 1, bytes(buffer)))
-        return store.complete_multipart(key, upload_id, etags, writer=writer, size_bytes=size_bytes)
-    except BaseException:
-        if upload_id is not None:
-            store.abort_multipart(key, upload_id)
-        raise
+        made = put_pieces(store, key, decoding.pieces(), writer=_writer(decoding.form, etag), keep=keep)
+    return PlainFile(key, made.etag, decoding.form)
 
 
 def _writer(form: Form, etag: str) -> str:

@@ -11,6 +11,8 @@ from sqlalchemy.sql.elements import ColumnElement
 from batchsvc.db.keyset import Cursor, page
 from batchsvc.files.tables import File
 
+_REASON_CHARS = 2_048
+
 
 def file(session: Session, project_id: str, file_id: str, now_ms: int) -> File | None:
     """One file of a project that is still there."""
@@ -41,6 +43,30 @@ def upload_like(
         _is_there(now_ms),
     )
     return session.scalars(wanted.order_by(File.created_ms.desc(), File.id.desc()).limit(1)).first()
+
+
+def imported(session: Session, project_id: str, source_uri: str, source_etag: str, now_ms: int) -> File | None:
+    """The newest file of this version of this object that is still there. Served by ix_files_source."""
+    wanted = select(File).where(
+        File.project_id == project_id, File.source_uri == source_uri, File.source_etag == source_etag, _is_there(now_ms)
+    )
+    return session.scalars(wanted.order_by(File.created_ms.desc(), File.id.desc()).limit(1)).first()
+
+
+def note_copied(session: Session, file_id: str, etag: str, sha256: str) -> None:
+    """Name the copy of an imported file."""
+    session.execute(update(File).where(File.id == file_id).values(etag=etag, sha256=sha256))
+
+
+def note_failure(session: Session, file_id: str) -> int:
+    """Count a failed attempt to copy a file. Returns how many there were."""
+    counted = update(File).where(File.id == file_id).values(num_failures=File.num_failures + 1)
+    return session.scalar(counted.returning(File.num_failures)) or 0
+
+
+def note_import_error(session: Session, file_id: str, reason: str) -> None:
+    """Say why a file isn't copied."""
+    session.execute(update(File).where(File.id == file_id).values(source_error=reason[:_REASON_CHARS]))
 
 
 def cursor(session: Session, project_id: str, file_id: str) -> Cursor | None:

@@ -19,7 +19,12 @@ class ExpiresAfter(BaseModel):
 
 
 def file_object(row: File) -> dict[str, Any]:
-    """A file as the API shows it. `status` is `processed` from the start: nothing is judged before a batch reads it."""
+    """A file as the API shows it. `status` is `processed` from the start: nothing is judged before a batch reads it.
+
+    Of an object in a tenant's store it is `uploaded`, without a SHA-256, until the bytes were copied, or `error` if
+    they never will be.
+    """
+    is_here = bool(row.sha256) or row.source_uri is None
     return {
         "id": row.id,
         "object": "file",
@@ -28,7 +33,8 @@ def file_object(row: File) -> dict[str, Any]:
         "expires_at": None if row.expires_ms is None else row.expires_ms // 1000,
         "filename": row.filename,
         "purpose": row.purpose,
-        "status": "processed",
-        "status_details": None,
-        "sha256": row.sha256,
+        "status": "processed" if is_here else "error" if row.source_error else "uploaded",
+        "status_details": row.source_error,
+        "sha256": row.sha256 or None,
+        "source": {"uri": row.source_uri, "etag": row.source_etag} if row.source_uri else None,
     }

@@ -12,6 +12,7 @@ from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import queries
 from batchsvc.files.formats import SUFFIXES
+from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.tables import File
 from batchsvc.http.paging import PageArgs
 from batchsvc.store import keys
@@ -63,6 +64,64 @@ def add_upload(
             deleted_ms=None,
         ),
     )
+
+
+def add_import(
+    session: Session,
+    *,
+    file_id: str,
+    project_id: str,
+    s3_key: str,
+    source: S3Uri,
+    source_etag: str,
+    size_bytes: int,
+    life_s: int,
+) -> File:
+    """Record an object of a tenant's store as a file, at the version that it has now; its bytes are copied later.
+
+    The same version of the same object is one file, as long as nobody has deleted it and its life isn't over.
+    """
+    now = database_now_ms(session)
+    made = queries.stored_file(session, project_id, file_id) or queries.imported(
+        session, project_id, str(source), source_etag, now
+    )
+    if made is not None:
+        if not made.sha256:
+            made.num_failures, made.source_error = 0, None
+        return made
+    return _add(
+        session,
+        File(
+            id=file_id,
+            project_id=project_id,
+            purpose=PURPOSE,
+            filename=clean_filename(source.name) or "input",
+            s3_key=s3_key,
+            etag="",
+            sha256="",
+            size_bytes=size_bytes,
+            created_ms=now,
+            expires_ms=now + life_s * 1000,
+            deleted_ms=None,
+            source_uri=str(source),
+            source_etag=source_etag,
+        ),
+    )
+
+
+def note_copied(session: Session, file_id: str, *, etag: str, sha256: str) -> None:
+    """Note that the bytes of an imported file are here."""
+    queries.note_copied(session, file_id, etag, sha256)
+
+
+def note_failure(session: Session, file_id: str) -> int:
+    """Note that an attempt to copy a file has failed. Returns how many have."""
+    return queries.note_failure(session, file_id)
+
+
+def note_import_error(session: Session, file_id: str, reason: str) -> None:
+    """Note that a file will never be copied, and why."""
+    queries.note_import_error(session, file_id, reason)
 
 
 def add_result(

@@ -1,10 +1,11 @@
-"""Tables of files: what was uploaded, the results that we wrote, and uploads whose parts still come in."""
+"""Tables of files: what was uploaded, the results that we wrote, uploads whose parts still come in; and the buckets
+of tenants that files may come from and go to."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, Integer, String, text
+from sqlalchemy import ForeignKey, Index, Integer, String, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from batchsvc.db.base import Base, BigInt, Id, Json, Millis
@@ -14,7 +15,16 @@ class File(Base):
     """A stored object. A deleted or expired one keeps its row; its object is collected later."""
 
     __tablename__ = "files"
-    __table_args__ = (Index("ix_files_listing", "project_id", "created_ms", "id"),)
+    __table_args__ = (
+        Index("ix_files_listing", "project_id", "created_ms", "id"),
+        Index(
+            "ix_files_source",
+            "project_id",
+            "source_etag",
+            sqlite_where=text("source_uri IS NOT NULL"),
+            postgresql_where=text("source_uri IS NOT NULL"),
+        ),
+    )
 
     id: Mapped[Id]
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
@@ -27,6 +37,28 @@ class File(Base):
     created_ms: Mapped[Millis]
     expires_ms: Mapped[int | None] = mapped_column(BigInt)
     deleted_ms: Mapped[int | None] = mapped_column(BigInt)
+    source_uri: Mapped[str | None] = mapped_column(String(1100))  # of an object in a tenant's store, and of it
+    source_etag: Mapped[str | None] = mapped_column(String(128))  # this version; `etag` is empty until it was copied
+    num_failures: Mapped[int] = mapped_column(Integer, default=0)  # of attempts to copy it
+    source_error: Mapped[str | None] = mapped_column(String(2048))  # why it never will be
+
+
+class TenantStore(Base):
+    """A prefix of a bucket that an operator has registered for a project, and the keys that reach it."""
+
+    __tablename__ = "tenant_stores"
+    __table_args__ = (UniqueConstraint("project_id", "bucket", "prefix"),)
+
+    id: Mapped[Id]
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    bucket: Mapped[str] = mapped_column(String(63))
+    prefix: Mapped[str] = mapped_column(String(1024))  # empty, or a folder with its last slash
+    endpoint: Mapped[str | None] = mapped_column(String(2048))  # null: AWS
+    region: Mapped[str] = mapped_column(String(64))
+    access_key: Mapped[str] = mapped_column(String(256))
+    secret_key: Mapped[str] = mapped_column(String(256))  # as it is: what signs can't be kept as a hash
+    created_ms: Mapped[Millis]
+    updated_ms: Mapped[Millis]
 
 
 class Upload(Base):

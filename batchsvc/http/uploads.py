@@ -212,6 +212,12 @@ def check_length(header: str | None, max_bytes: int, what: str = "file", param: 
         raise _too_large(max_bytes, what, param)
 
 
+def check_size(size_bytes: int, max_bytes: int, what: str = "file", param: str = "file") -> None:
+    """Refuse a file whose size is known and over the limit."""
+    if size_bytes > max_bytes:
+        raise _too_large(max_bytes, what, param)
+
+
 def _too_large(max_bytes: int, what: str, param: str) -> TooLargeError:
     return TooLargeError(
         f"The {what} is over {max_bytes} bytes, the most that one {what} may have: split it.",

@@ -13,6 +13,7 @@ from batchsvc.stack.child import ChildSpec
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import StackOptions
 
+BUCKET = "batchsvc"
 _DRAIN_S = 35.0  # BATCHSVC_TERM_GRACE_S and a little
 
 
@@ -59,7 +60,7 @@ def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int]
         "AWS_ACCESS_KEY_ID": keys.s3_key,
         "AWS_SECRET_ACCESS_KEY": keys.s3_secret,
         "AWS_REGION": "us-east-1",
-        "BATCHSVC_BUCKET": "batchsvc",
+        "BATCHSVC_BUCKET": BUCKET,
         "BATCHSVC_MODEL": options.model,
         "BATCHSVC_HOST": options.host,
         "BATCHSVC_PORT": str(ports["api"]),

@@ -21,7 +21,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
-from batchsvc.errors import NotFoundError, UnavailableError
+from batchsvc.errors import NotFoundError, ServiceError, UnavailableError
 from batchsvc.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MIN_PART_BYTES = 5 * 1024 * 1024  # S3 refuses smaller multipart parts, except the last
 _NO_BUCKET = "NoSuchBucket"  # a wrong setting or a store that is being restored, never a lost object
-_MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
-_OTHER_VERSION = {"412", "PreconditionFailed"}
+MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
+OTHER_VERSION = {"412", "PreconditionFailed"}
 _BUSY = {"ConditionalRequestConflict", "OperationAborted"}  # 409: another write of the key is under way
 _WRITER = "writer"  # metadata of an object
 _BUSY_ATTEMPTS, _BUSY_S = 5, 0.05
@@ -67,44 +67,13 @@ class OpenUpload:
     started_ms: int
 
 
-class ObjectStore:
+class Bucket:
     """One bucket. Thread-safe. Raises NotFoundError for a missing object, UnavailableError for everything else."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.bucket = settings.bucket
-        self._client: S3Client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=settings.s3_endpoint,
-            aws_access_key_id=settings.s3_access_key,
-            aws_secret_access_key=settings.s3_secret_key,
-            region_name=settings.s3_region,
-            config=Config(
-                connect_timeout=3,
-                read_timeout=20,
-                retries={"mode": "standard", "total_max_attempts": 4},
-                max_pool_connections=32,
-                # addresses of S3 stand-ins are IPs and ports, where a bucket can't be a host name
-                s3={"addressing_style": "path" if settings.s3_endpoint else "auto"},
-                # proxies of the shell must never see an S3 that runs beside us
-                proxies={} if settings.s3_endpoint else None,
-            ),
-        )
+    def __init__(self, bucket: str, client: S3Client) -> None:
+        self.bucket = bucket
+        self._client = client
         self._client.meta.events.register("before-call.s3.UploadPart", _name_type)
-        self._public: S3Client | None = _public_client(settings) if settings.public_s3_url else None
-
-    def ensure_bucket(self) -> None:
-        """Make the bucket if it isn't there."""
-        with self._errors("the bucket"):
-            try:
-                self._client.head_bucket(Bucket=self.bucket)
-            except ClientError as error:
-                if _code(error) not in {*_MISSING, _NO_BUCKET}:
-                    raise
-                try:
-                    self._client.create_bucket(Bucket=self.bucket)
-                except ClientError as race:
-                    if _code(race) not in {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}:
-                        raise
 
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", writer: str | None = None
@@ -155,9 +124,11 @@ class ObjectStore:
                 try:
                     answer = self._client.get_object(**call)
                 except ClientError as error:
-                    if _code(error) == "InvalidRange":  # at or past the end: an empty object, or nothing left
+                    if code_of(error) == "InvalidRange":  # at or past the end: an empty object, or nothing left
                         return
                     raise
+            if etag not in (None, _bare(answer["ETag"])):  # not every server heeds If-Match
+                raise OtherVersionError(f"The object {key} was replaced.", code="store_refused")
             etag = _bare(answer["ETag"])
             body, left = answer["Body"], answer["ContentLength"]
             try:
@@ -182,26 +153,13 @@ class ObjectStore:
             if failures >= _READ_ATTEMPTS:
                 raise UnavailableError("The object store broke off while reading.")
 
-    def public_url(self, key: str, disposition: str) -> str | None:
-        """Where a client may fetch an object itself for some minutes, under this Content-Disposition; None: nowhere."""
-        if self._public is None:
-            return None
-        asked = {
-            "Bucket": self.bucket,
-            "Key": key,
-            "ResponseContentDisposition": disposition,
-            "ResponseContentType": "application/octet-stream",
-        }
-        with self._errors(key):
-            return self._public.generate_presigned_url("get_object", Params=asked, ExpiresIn=_URL_LIFE_S)
-
     def head(self, key: str) -> ObjectInfo | None:
         """Size and ETag, or None if there is no such object."""
         with self._errors(key):
             try:
                 answer = self._client.head_object(Bucket=self.bucket, Key=key)
             except ClientError as error:
-                if _code(error) in _MISSING:
+                if code_of(error) in MISSING:
                     return None
                 raise
             return ObjectInfo(answer["ContentLength"], _bare(answer["ETag"]), answer.get("Metadata", {}).get(_WRITER))
@@ -214,7 +172,7 @@ class ObjectStore:
                 answer = self._client.delete_objects(
                     Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True}
                 )
-            left = [error for error in answer.get("Errors", []) if error.get("Code") not in _MISSING]
+            left = [error for error in answer.get("Errors", []) if error.get("Code") not in MISSING]
             if left:
                 raise UnavailableError(f"The object store kept {len(left)} of {len(some)} objects: {left[0]['Code']}.")
 
@@ -273,7 +231,7 @@ class ObjectStore:
             try:
                 self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload_id)
             except ClientError as error:
-                if _code(error) not in _MISSING:
+                if code_of(error) not in MISSING:
                     raise
 
     def _complete(self, key: str, upload_id: str, etags: list[str], once: dict[str, Any]) -> str:
@@ -297,14 +255,70 @@ class ObjectStore:
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
-        except ClientError as error:
-            code = _code(error)
-            if code in _MISSING:
-                raise NotFoundError(f"The object store has no object {what}.", code="object_not_found") from error
-            kind = OtherVersionError if code in _OTHER_VERSION else BusyError if code in _BUSY else UnavailableError
-            raise kind(f"The object store refused {what}: {code}.", code="store_refused") from error
-        except (BotoCoreError, HTTPClientError, OSError) as error:
-            raise UnavailableError("The object store doesn't answer.", code="store_unavailable") from error
+        except (ClientError, BotoCoreError, HTTPClientError, OSError) as error:
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> ServiceError:
+        """What an error of botocore is to us."""
+        if not isinstance(error, ClientError):
+            return UnavailableError("The object store doesn't answer.", code="store_unavailable")
+        code = code_of(error)
+        if code in MISSING:
+            return NotFoundError(f"The object store has no object {what}.", code="object_not_found")
+        kind = OtherVersionError if code in OTHER_VERSION else BusyError if code in _BUSY else UnavailableError
+        return kind(f"The object store refused {what}: {code}.", code="store_refused")
+
+
+class ObjectStore(Bucket):
+    """The service's own bucket."""
+
+    def __init__(self, settings: Settings) -> None:
+        client: S3Client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=settings.s3_endpoint,
+            aws_access_key_id=settings.s3_access_key,
+            aws_secret_access_key=settings.s3_secret_key,
+            region_name=settings.s3_region,
+            config=Config(
+                connect_timeout=3,
+                read_timeout=20,
+                retries={"mode": "standard", "total_max_attempts": 4},
+                max_pool_connections=32,
+                # addresses of S3 stand-ins are IPs and ports, where a bucket can't be a host name
+                s3={"addressing_style": "path" if settings.s3_endpoint else "auto"},
+                # proxies of the shell must never see an S3 that runs beside us
+                proxies={} if settings.s3_endpoint else None,
+            ),
+        )
+        super().__init__(settings.bucket, client)
+        self._public: S3Client | None = _public_client(settings) if settings.public_s3_url else None
+
+    def ensure_bucket(self) -> None:
+        """Make the bucket if it isn't there."""
+        with self._errors("the bucket"):
+            try:
+                self._client.head_bucket(Bucket=self.bucket)
+            except ClientError as error:
+                if code_of(error) not in {*MISSING, _NO_BUCKET}:
+                    raise
+                try:
+                    self._client.create_bucket(Bucket=self.bucket)
+                except ClientError as race:
+                    if code_of(race) not in {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}:
+                        raise
+
+    def public_url(self, key: str, disposition: str) -> str | None:
+        """Where a client may fetch an object itself for some minutes, under this Content-Disposition; None: nowhere."""
+        if self._public is None:
+            return None
+        asked = {
+            "Bucket": self.bucket,
+            "Key": key,
+            "ResponseContentDisposition": disposition,
+            "ResponseContentType": "application/octet-stream",
+        }
+        with self._errors(key):
+            return self._public.generate_presigned_url("get_object", Params=asked, ExpiresIn=_URL_LIFE_S)
 
 
 def _public_client(settings: Settings) -> S3Client:
@@ -325,7 +339,8 @@ def _name_type(params: dict[str, Any], **_: Any) -> None:
     params["headers"].setdefault("Content-Type", _PLAIN_TYPE)
 
 
-def _code(error: ClientError) -> str:
+def code_of(error: ClientError) -> str:
+    """What the server calls its error; of a HEAD, whose answer has no body, the status."""
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 

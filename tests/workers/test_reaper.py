@@ -205,7 +205,7 @@ def test_garbage_waits_for_its_time(world: World) -> None:
     assert world.store.head("g/now") is None and world.store.head("g/later") is not None
 
 
-def test_a_tick_wakes_the_courier_and_does_none_of_its_work(sqlite_world: World) -> None:
+def test_a_tick_wakes_those_who_send_and_does_none_of_their_work(sqlite_world: World) -> None:
     woken: list[bool] = []
     world = sqlite_world
     Reaper(
@@ -213,6 +213,6 @@ def test_a_tick_wakes_the_courier_and_does_none_of_its_work(sqlite_world: World)
         plan=woken.append,
         finalize=woken.append,
         quote=woken.append,
-        wake_courier=lambda: woken.append(True),
+        wake_senders=[lambda: woken.append(True)],
     ).tick()
     assert woken == [True]

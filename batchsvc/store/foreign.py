@@ -1,0 +1,170 @@
+"""A bucket of a tenant's: reached with keys of its own, and only at addresses that the rules of egress permit.
+
+Whoever names the server, its name is asked for once a connection, every answer is judged, and the judged address is
+the one that is connected to. All requests of a client go through here, so also those that follow an answer which
+names another region; no proxy and no setting of the shell (`AWS_ENDPOINT_URL_S3` is our own store's) leads elsewhere.
+What a server can't be asked for now is an UnavailableError; what it refuses is a RefusedError, and asking again won't
+help. The messages name the object and the server's own code, never a key.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass, field
+from functools import cache
+from socket import socket
+from typing import TYPE_CHECKING, Any, cast
+
+import boto3
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+    AWSPreparedRequest,
+    AWSRequest,
+    AWSResponse,
+)
+from botocore.config import Config
+from botocore.exceptions import ClientError, HTTPClientError
+from botocore.httpsession import URLLib3Session
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import NewConnectionError
+from urllib3.util.connection import create_connection
+
+from batchsvc.egress import Egress, EgressError, Lookup
+from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
+from batchsvc.store.s3 import MISSING, OTHER_VERSION, Bucket, OtherVersionError, code_of
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+_CONNECT_S, _READ_S = 5.0, 15.0
+_ATTEMPTS = 2  # whoever copies tries again later, too
+_CONNECTIONS = 8
+_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")  # of a server that may answer anything
+_AGAIN = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "OperationAborted", "ConditionalRequestConflict"}
+_making = threading.Lock()  # a session of boto3 makes one client at a time
+
+
+class RefusedError(InvalidRequestError):
+    """The server knows better: no such bucket, wrong keys, not allowed. Asking again gets the same answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a bucket is reached. `endpoint` None: AWS."""
+
+    bucket: str
+    endpoint: str | None
+    region: str
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+
+
+class ForeignBucket(Bucket):
+    """One bucket of a tenant. `lookup` answers what a name's addresses are, where it isn't the system that does."""
+
+    def __init__(self, access: Access, egress: Egress, lookup: Lookup | None = None) -> None:
+        super().__init__(access.bucket, _client(access, egress, lookup))
+
+    def close(self) -> None:
+        """End the connections."""
+        self._client.close()
+
+    def _failure(self, what: str, error: Exception) -> ServiceError:
+        named = f"s3://{self.bucket}/{what}"
+        if not isinstance(error, ClientError):
+            return UnavailableError(f"The store of {named} doesn't answer.", code="store_unavailable")
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        code = code_of(error)
+        if code in MISSING:
+            return NotFoundError(f"There is no object {named}.", code="object_not_found")
+        if code in OTHER_VERSION:
+            return OtherVersionError(f"{named} was replaced.", code="object_replaced")
+        shown = code if _CODE.fullmatch(code) else str(status)
+        if 300 <= status < 500 and status not in (408, 409, 429) and code not in _AGAIN:
+            return RefusedError(f"The store of {named} refuses this: {shown}.", code="store_refused")
+        return UnavailableError(f"The store of {named} can't do this now: {shown}.", code="store_unavailable")
+
+
+@cache
+def _session() -> boto3.session.Session:
+    return boto3.session.Session()
+
+
+def _client(access: Access, egress: Egress, lookup: Lookup | None) -> S3Client:
+    options: dict[str, Any] = {
+        "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        "s3": {"addressing_style": "path" if access.endpoint else "auto"},
+        "proxies": {},
+        "ignore_configured_endpoint_urls": True,
+        "use_fips_endpoint": False,
+        "use_dualstack_endpoint": False,
+        # other makers' servers don't know the checksums that AWS began with in 2025
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    with _making:
+        client: S3Client = _session().client(
+            "s3",
+            endpoint_url=access.endpoint,
+            aws_access_key_id=access.access_key,
+            aws_secret_access_key=access.secret_key,
+            region_name=access.region,
+            config=Config(**options),
+        )
+    endpoint = cast(Any, client)._endpoint
+    endpoint.http_session = _JudgedSession(egress, lookup, verify=endpoint.http_session._verify)
+    return client
+
+
+class _JudgedSession(URLLib3Session):
+    """What a client of boto3 sends its requests with."""
+
+    def __init__(self, egress: Egress, lookup: Lookup | None, *, verify: bool) -> None:
+        timeout: Any = (_CONNECT_S, _READ_S)
+        super().__init__(verify, proxies={}, timeout=timeout, max_pool_connections=_CONNECTIONS)
+        cast(Any, self)._manager.pool_classes_by_scheme = _pools(egress, lookup)
+
+    def send(self, request: AWSRequest | AWSPreparedRequest) -> AWSResponse:
+        """As the base does; a refusal of ours is none of the network's errors, which are tried again."""
+        try:
+            return super().send(request)
+        except HTTPClientError as error:
+            cause = error.kwargs.get("error")
+            raise (cause if isinstance(cause, EgressError) else error) from None
+
+
+def _pools(egress: Egress, lookup: Lookup | None) -> dict[str, type]:
+    """Pools by scheme, whose connections go to judged addresses."""
+
+    def connect(connection: HTTPConnection, scheme: str) -> socket:
+        host = f"[{connection.host}]" if ":" in connection.host else connection.host
+        place = egress.place(f"{scheme}://{host}:{connection.port}/", "endpoint")
+        failed: OSError | None = None
+        for address in egress.addresses(place, lookup, "endpoint"):
+            try:
+                return create_connection(
+                    (str(address), place.port), connection.timeout, socket_options=connection.socket_options
+                )
+            except OSError as error:
+                failed = error
+        raise NewConnectionError(connection, f"no connection to {place.host}: {failed}") from failed
+
+    class Plain(AWSHTTPConnection):
+        def _new_conn(self) -> socket:
+            return connect(self, "http")
+
+    class Secure(AWSHTTPSConnection):
+        def _new_conn(self) -> socket:
+            return connect(self, "https")
+
+    class PlainPool(AWSHTTPConnectionPool):
+        ConnectionCls = Plain
+
+    class SecurePool(AWSHTTPSConnectionPool):
+        ConnectionCls = Secure
+
+    return {"http": PlainPool, "https": SecurePool}

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError
 
-WEIGHT_FORMATS = ("float32", "bf16", "int8")
+GROUP_FORMATS = ("w8a16", "w4a16")
+"""Weights of 8 or 4 bits in groups, as a quantized checkpoint has them; activations stay floating-point."""
+PLAIN_FORMATS = ("float32", "bf16", "int8")
+"""Formats that any model can be run in."""
+WEIGHT_FORMATS = (*PLAIN_FORMATS, *GROUP_FORMATS)
 KV_FORMATS = ("float32", "bf16", "int8")
 
 

@@ -4,8 +4,9 @@
     top1          share of positions at which both rank the same token first
     perplexity    exp(mean -log q(next token)) over the float32 model's
 
-`auto` means int8, of both, where it stays within the limits below on this model, else bf16. A verdict is measured once
-a model, formats and version of the arithmetic, and kept in the user's cache.
+`auto` means int8, of both, where it stays within the limits below on this model, else bf16; and the weights of a
+checkpoint that is quantized in groups as they are. A verdict is measured once a model, formats and version of the
+arithmetic, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 import platformdirs
 import torch
 
-from engine.config import EngineConfig, Formats
+from engine.config import KV_FORMATS, EngineConfig, Formats
 from engine.errors import ConfigError, EngineError
 from engine.load.fetch import locate
 from engine.load.meta import ModelMeta, read_meta
+from engine.load.quantization import stored_format
 from engine.load.weights import open_model
 from engine.memory.plan import available_bytes
 from engine.request import SamplingParams
@@ -65,8 +67,10 @@ def resolve_formats(
     if weight_format != "auto":
         kv = "float32" if (weight_format, kv_format) == ("float32", "auto") else plain.kv
         return Formats(weight_format, kv), None
-    wanted = Formats("int8", "int8" if kv_format == "auto" else kv_format)
     meta = read_meta(model)
+    if stored := stored_format(meta.path):
+        return Formats(stored, plain.kv), None
+    wanted = Formats("int8", "int8" if kv_format == "auto" else kv_format)
     quality = _kept(meta, wanted)
     if quality is None:
         if not _can_measure(meta):
@@ -90,10 +94,11 @@ def resolve_formats(
     return plain, None
 
 
-def measure(model: str, weight_format: str, kv_format: str = "bf16") -> Quality:
-    """Runs the held-out text through both formats. Raises ModelError where the model can't be run."""
+def measure(model: str, weight_format: str, kv_format: str = "bf16", *, against: str | None = None) -> Quality:
+    """Runs the held-out text through both formats; the float32 model is `against` where that is another one, of which
+    this is a quantized copy. Raises ModelError where a model can't be run."""
     ids = load_text(model).tokenizer.encode(resources.files("engine").joinpath("heldout.txt").read_text("utf-8"))
-    exact = _Forward(model, "float32", "float32", ids)
+    exact = _Forward(against or model, "float32", "float32", ids)
     other = _Forward(model, weight_format, kv_format, ids)
     size = min(len(ids), _MOST_TOKENS, exact.runner.context_tokens)
     kl = agree = exact_nll = other_nll = 0.0
@@ -172,16 +177,20 @@ def _keep(meta: ModelMeta, quality: Quality) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m engine.quality MODEL [--format F] [--kv F]`: prints one JSON line."""
+    """`python -m engine.quality MODEL [--format F] [--kv F] [--against BASE]`: prints one JSON line."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.quality", description="Measure what formats cost in quality."
     )
     parser.add_argument("model", help="name, path or hf:owner/name")
-    parser.add_argument("--format", default="int8", choices=("int8", "bf16"))
-    parser.add_argument("--kv", default="bf16", choices=("bf16", "int8"))
+    parser.add_argument("--format", help="of weights (default: as a quantized model has them, else int8)")
+    parser.add_argument("--kv", default="bf16", choices=KV_FORMATS)
+    parser.add_argument("--against", metavar="BASE", help="the model that it is a quantized copy of")
     args = parser.parse_args(argv)
     try:
-        quality = measure(str(locate(args.model)), args.format, args.kv)
+        path = locate(args.model)
+        weight_format = args.format or stored_format(path) or "int8"
+        base = str(locate(args.against)) if args.against else None
+        quality = measure(str(path), weight_format, args.kv, against=base)
     except EngineError as error:
         sys.stderr.write(f"The quality can't be measured: {error}\n")
         return 1

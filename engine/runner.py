@@ -10,10 +10,11 @@ import torch
 
 from engine.batch import build_inputs, resolve
 from engine.cache.pool import KVPool
-from engine.config import EngineConfig
-from engine.errors import MemoryShortageError
+from engine.config import GROUP_FORMATS, EngineConfig
+from engine.errors import ConfigError, MemoryShortageError
 from engine.kernels import Matrix, Say, choose
 from engine.load.meta import read_meta
+from engine.load.quantization import stored_format
 from engine.load.weights import load_weights, open_model
 from engine.memory.plan import MemoryPlan, available_bytes, plan_memory
 from engine.memory.sizing import LOGIT_ROWS
@@ -39,6 +40,11 @@ class ModelRunner:
         meta = read_meta(config.model)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         model, source = open_model(meta.path)
+        if config.weight_format in GROUP_FORMATS and stored_format(meta.path) != config.weight_format:
+            raise ConfigError(
+                f"The weights of {meta.name} aren't stored as {config.weight_format}; "
+                "quantize it with `batchsvc models quantize`, or use another weight format."
+            )
         self.memory: MemoryPlan = plan_memory(config, model, available=available_bytes())
         self.model_config = model
         self.digest = meta.digest

@@ -10,12 +10,13 @@ import typer
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.quantize import quantize
 from batchsvc.cli.size import size
 from batchsvc.cli.target import absolute_model, opened, select
 from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
-app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias, size.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize.", rich_markup_mode=None)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, or hf:owner/name.")]
 
@@ -103,3 +104,4 @@ def alias(
 
 
 app.command()(size)
+app.command()(quantize)

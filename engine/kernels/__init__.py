@@ -19,6 +19,7 @@ from engine.kernels.spans import SequenceSpan
 from engine.kernels.torch_tier import TorchKernels
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
+from engine.quant.groups import GroupedWeight
 
 __all__ = ["Kernels", "Matrix", "Product", "Rows", "SequenceSpan", "choose", "override"]
 
@@ -35,10 +36,17 @@ class Kernels(Protocol):
         """Whether scales and formats are fused into the kernels around a matmul: only then does int8 pay."""
 
     @property
+    def takes_groups(self) -> bool:
+        """Whether weights in groups stay so (`pack_groups`); else they are made floating-point before `pack_matrix`."""
+
+    @property
     def layout(self) -> Layout: ...
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         """A weight [out, in] in the form that `linear` reads."""
+
+    def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
+        """Weights in groups, one below the other, in the form that `linear` reads."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
         """RMSNorm: x / sqrt(mean(x²) + eps) * weight."""

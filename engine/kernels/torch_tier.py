@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.cache.layout import TokenLayout
-from engine.kernels import int8, reference
+from engine.config import GROUP_FORMATS
+from engine.kernels import groups, int8, reference
 from engine.kernels.reference import AttentionPlan
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
+from engine.quant.groups import GroupedWeight
 
-_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.bfloat16}
+_DTYPES = {"float32": torch.float32}  # of activations and caches; else bf16
 
 
 class TorchKernels:
@@ -24,9 +28,10 @@ class TorchKernels:
         self.layout = TokenLayout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model
         self._is_int8 = weight_format == "int8"
-        self._dtype = _DTYPES[weight_format]
+        self.takes_groups = weight_format in GROUP_FORMATS
+        self._dtype = _DTYPES.get(weight_format, torch.bfloat16)
         self._block_tokens = block_tokens
-        self._slot_bytes = model.num_kv_heads * model.head_dim * _DTYPES[kv_format].itemsize
+        self._slot_bytes = model.num_kv_heads * model.head_dim * _DTYPES.get(kv_format, torch.bfloat16).itemsize
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         if self._is_int8:
@@ -37,6 +42,9 @@ class TorchKernels:
             packed=packed, num_rows=rows, num_columns=columns, bias=None if bias is None else bias.to(self._dtype)
         )
 
+    def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
+        return groups.pack(weights, None if bias is None else bias.float())
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
         return self.pack_rows(reference.rms_norm(x, weight, eps, torch.float32))
 
@@ -46,6 +54,9 @@ class TorchKernels:
     def linear(self, rows: Rows, matrix: Matrix) -> Product:
         if rows.scale is not None:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
+        if matrix.bits:
+            product = groups.multiply(rows.values, matrix)
+            return Product(product if matrix.bias is None else product + matrix.bias)
         return Product(reference.linear(rows.values, matrix.packed, matrix.bias))
 
     def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:

@@ -23,7 +23,8 @@ class Rows:
 class Matrix:
     """A weight [out, in] as its kernels keep it. int8: `scale` float32 [out]; `bias` [out] or None.
 
-    `is_tiled`: packed for the CPU's own matmul, not for torch's.
+    `is_tiled`: packed for the CPU's own matmul, not for torch's. `bits`: of the codes of a weight in groups, whose
+    `scale` and `zero` are [out, groups] (groups.py); else 0.
     """
 
     packed: Tensor
@@ -32,6 +33,8 @@ class Matrix:
     bias: Tensor | None = None
     scale: Tensor | None = None
     is_tiled: bool = False
+    zero: Tensor | None = None
+    bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,11 @@ _GGUF_PARTS = {
 }
 _GGUF_TOP = {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
 
+_PARTS_TO_HF = {ours: theirs for theirs, ours in _HF_PARTS.items()}
+_TOP_TO_HF = {ours: theirs for theirs, ours in _HF_TOP.items()}
+_PARTS_TO_GGUF = {ours: theirs for theirs, ours in _GGUF_PARTS.items()}
+_TOP_TO_GGUF = {ours: theirs for theirs, ours in _GGUF_TOP.items()}
+
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
@@ -47,6 +52,23 @@ def from_hf(name: str) -> str | None:
 def from_gguf(name: str) -> str | None:
     """The parameter name of a GGUF tensor; None for one we don't know."""
     return _translate(name, _GGUF_LAYER, _GGUF_PARTS, _GGUF_TOP)
+
+
+def to_hf(name: str) -> str:
+    """The Hugging Face tensor of a parameter."""
+    *layer, part, kind = name.split(".")
+    if layer:
+        return f"model.layers.{layer[0]}.{_PARTS_TO_HF[part]}.{kind}"
+    return f"{_TOP_TO_HF[part]}.{kind}"
+
+
+def spelled(name: str, *, is_gguf: bool) -> str:
+    """A parameter as a checkpoint calls it; a tensor that we don't know is called so already."""
+    *layer, part, kind = name.split(".")
+    parts, tops = (_PARTS_TO_GGUF, _TOP_TO_GGUF) if is_gguf else (_PARTS_TO_HF, _TOP_TO_HF)
+    if len(layer) == 1 and part in parts:
+        return f"{'blk' if is_gguf else 'model.layers'}.{layer[0]}.{parts[part]}.{kind}"
+    return f"{tops[part]}.{kind}" if not layer and part in tops else name
 
 
 def is_derived(name: str) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.load.meta import weight_files
 from engine.load.names import from_hf, is_derived
+from engine.quant.groups import GroupedWeight
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SafetensorsSource:
@@ -42,11 +43,18 @@ class SafetensorsSource:
 
     def load(self, name: str) -> Tensor:
         """The tensor in its stored floating-point type. Raises ModelError for another type."""
+        return self.tensor(name, FLOATS)
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        return None
+
+    def tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """The tensor of one of these types. Raises ModelError for another type."""
         opened, key = self._home[name]
         try:
             tensor: Tensor = opened.get_tensor(key)
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"{self.path}: tensor {key} can't be read: {error}.") from error
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in dtypes:
             raise ModelError(f"{self.path}: tensor {key} has the type {tensor.dtype}, not supported here.")
         return tensor

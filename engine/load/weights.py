@@ -15,10 +15,14 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.kernels import Kernels, Matrix
 from engine.load.gguf import GGUFFile
-from engine.load.names import from_gguf, is_derived
+from engine.load.meta import read_json
+from engine.load.names import from_gguf, is_derived, spelled
+from engine.load.quantization import read_quantization
+from engine.load.quantized import quantized_source
 from engine.load.safetensors import SafetensorsSource
 from engine.model.config import ModelConfig, config_from_directory, config_from_gguf
 from engine.model.layers import Layer, Weights
+from engine.quant.groups import GroupedWeight
 
 
 class Source(Protocol):
@@ -30,6 +34,9 @@ class Source(Protocol):
     def names(self) -> set[str]: ...
 
     def load(self, name: str) -> Tensor: ...
+
+    def grouped(self, name: str) -> GroupedWeight | None:
+        """The weight as the checkpoint has it, if that is as integers in groups."""
 
 
 class GGUFSource:
@@ -57,11 +64,16 @@ class GGUFSource:
             tensor = _halves(tensor, heads, name, self.path)
         return tensor
 
+    def grouped(self, name: str) -> GroupedWeight | None:
+        return None
+
 
 def open_model(path: Path) -> tuple[ModelConfig, Source]:
     """The configuration and the tensors of the model at `path`. Raises ModelError."""
     if path.is_dir():
-        return config_from_directory(path), SafetensorsSource(path)
+        model, plain = config_from_directory(path), SafetensorsSource(path)
+        quantization = read_quantization(read_json(path / "config.json"), path)
+        return model, plain if quantization is None else quantized_source(plain, quantization, model)
     file = GGUFFile(path)
     table = tuple(file.load("rope_freqs.weight").tolist()) if "rope_freqs.weight" in file.tensors else ()
     config = config_from_gguf(file.fields, file.tensors, path, table)
@@ -73,21 +85,16 @@ def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: t
 
     Raises ModelError for a missing, left-over or misshapen tensor.
     """
-    reader = _Reader(config, source, kernels, dtype)
+    reader = WeightReader(config, source, kernels, dtype)
     embedding = reader.matrix(["embedding"], config.hidden, [config.vocab_size])
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
-    norm = reader.norm("norm")
-    if config.is_tied:
-        reader.left.discard("head.weight")  # some tied checkpoints repeat the embedding under this name
-        head = kernels.pack_matrix(embedding, None)
-    else:
-        head = kernels.pack_matrix(reader.matrix(["head"], config.hidden, [config.vocab_size]), None)
-    if reader.left:
-        raise ModelError(f"{source.path} has tensors this model has no place for: {_some(reader.left)}.")
-    return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
+    norm, head = reader.norm("norm"), reader.head()
+    reader.check_empty()
+    packed = kernels.pack_matrix(embedding if head is None else head, None)
+    return Weights(embedding=embedding, layers=layers, norm=norm, head=packed)
 
 
-class _Reader:
+class WeightReader:
     """Takes tensors from a source by name and expected shape; `left` are the names not taken yet."""
 
     def __init__(self, config: ModelConfig, source: Source, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -115,28 +122,67 @@ class _Reader:
 
     def matrix(self, names: list[str], columns: int, rows: list[int]) -> Tensor:
         """The matrices `names` one below the other, [sum(rows), columns]."""
+        # the first is checked before memory for all is asked for: a configuration may claim any size
+        first = self._take(f"{names[0]}.weight", (rows[0], columns))
         fused = torch.empty(sum(rows), columns, dtype=self._dtype)
-        for name, part in zip(names, torch.split(fused, rows), strict=True):
+        parts = torch.split(fused, rows)
+        parts[0].copy_(first)
+        del first
+        for name, part in zip(names[1:], parts[1:], strict=True):
             part.copy_(self._take(f"{name}.weight", (len(part), columns)))
         return fused
+
+    def head(self) -> Tensor | None:
+        """The matrix of the logits, [vocab, hidden]; None where it is the embedding."""
+        if self._config.is_tied:
+            self.left.discard("head.weight")  # some tied checkpoints repeat the embedding under this name
+            return None
+        return self.matrix(["head"], self._config.hidden, [self._config.vocab_size])
+
+    def check_empty(self) -> None:
+        """Raises ModelError where tensors were left over."""
+        if self.left:
+            names = {_spelled(name, self._source) for name in self.left}
+            raise ModelError(f"{self._source.path} has tensors this model has no place for: {_some(names)}.")
 
     def _linear(self, names: list[str], columns: int, rows: list[int], has_bias: bool) -> Matrix:
         bias = None
         if has_bias:
             pieces = [self._take(f"{name}.bias", (size,)) for name, size in zip(names, rows, strict=True)]
             bias = torch.cat(pieces).to(self._dtype)
+        if self._kernels.takes_groups and (groups := self._groups(names, columns, rows)):
+            return self._kernels.pack_groups(groups, bias)
         return self._kernels.pack_matrix(self.matrix(names, columns, rows), bias)
+
+    def _groups(self, names: list[str], columns: int, rows: list[int]) -> list[GroupedWeight] | None:
+        """The matrices as the checkpoint has them, if all are of integers in groups of one size."""
+        found = [self._source.grouped(f"{name}.weight") if f"{name}.weight" in self.left else None for name in names]
+        weights = [weight for weight in found if weight is not None]
+        if len(weights) < len(names) or len({(weight.bits, weight.group) for weight in weights}) > 1:
+            return None
+        for name, weight, size in zip(names, weights, rows, strict=True):
+            self._check(f"{name}.weight", weight.codes, (size, columns))
+            self.left.remove(f"{name}.weight")
+        return weights
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.left:
-            raise ModelError(f"{self._source.path} lacks the tensor {name}.")
+            raise ModelError(f"{self._source.path} lacks the tensor {_spelled(name, self._source)}.")
         self.left.remove(name)
         tensor = self._source.load(name)
-        if tuple(tensor.shape) != shape:
+        self._check(name, tensor, shape)
+        if not torch.stack(tensor.aminmax()).isfinite().all():
             raise ModelError(
-                f"{self._source.path}: tensor {name} has the shape {list(tensor.shape)}, expected {list(shape)}."
+                f"{self._source.path}: tensor {_spelled(name, self._source)} holds numbers that aren't finite."
             )
         return tensor
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self._source.path}: tensor {_spelled(name, self._source)} has the shape {list(tensor.shape)}, "
+                f"expected {list(shape)}."
+            )
 
 
 def _halves(tensor: Tensor, heads: int, name: str, path: Path) -> Tensor:
@@ -145,6 +191,11 @@ def _halves(tensor: Tensor, heads: int, name: str, path: Path) -> Tensor:
         raise ModelError(f"{path}: tensor {name} has {len(tensor)} rows, which {heads} heads can't share.")
     pairs = tensor.view(heads, len(tensor) // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _spelled(name: str, source: Source) -> str:
+    """A tensor as the checkpoint itself calls it."""
+    return spelled(name, is_gguf=source.path.is_file())
 
 
 def _some(names: set[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.config import WEIGHT_FORMATS, EngineConfig
+from engine.config import PLAIN_FORMATS, EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.memory.formats import KvFormat, kv_format, weight_format
 from engine.memory.sizing import block_bytes, weight_parts, workspace_bytes
@@ -111,7 +111,7 @@ def _way_out(config: EngineConfig, model: ModelConfig, available: int) -> str:
     """The formats that would fit, the least narrow first; else what the narrowest needs."""
     needed = {
         (weights, kv): _least_bytes(config, model, weights, kv_format(kv))
-        for weights in WEIGHT_FORMATS
+        for weights in PLAIN_FORMATS
         for kv in (config.kv_format, "int8")
     }
     weights, kv = max((pair for pair in needed if needed[pair] <= available), key=needed.__getitem__, default=("", ""))

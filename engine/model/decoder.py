@@ -11,8 +11,28 @@ from engine.batch import StepInputs
 from engine.cache.pool import KVPool
 from engine.kernels import Kernels, Matrix, Rows
 from engine.model.config import ModelConfig
-from engine.model.layers import Weights
+from engine.model.layers import Layer, Weights
 from engine.model.rope import angles, frequencies
+
+
+def run_layer(
+    op: Kernels,
+    layer: Layer,
+    cache: tuple[Tensor, Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    inputs: StepInputs,
+    eps: float,
+) -> None:
+    """Takes x [T, hidden] through one layer, verb by verb, and writes the KV of its rows into the layer's `cache`."""
+    k_cache, v_cache = cache
+    qkv = op.linear(op.norm(x, layer.attention_norm, eps), layer.qkv)
+    q = op.store_qkv(qkv, cos, sin, k_cache, v_cache, inputs.slots)
+    mixed = op.attend(q, k_cache, v_cache, inputs.attention)
+    op.linear_add(op.pack_rows(mixed), layer.out, x)
+    gated = op.linear_silu(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
+    op.linear_add(gated, layer.down, x)
 
 
 class Decoder:
@@ -32,13 +52,7 @@ class Decoder:
         if op.run_layers(self._weights.layers, pool.layer, x, cos, sin, inputs.slots, inputs.attention, eps):
             return x
         for index, layer in enumerate(self._weights.layers):
-            k_cache, v_cache = pool.layer(index)
-            qkv = op.linear(op.norm(x, layer.attention_norm, eps), layer.qkv)
-            q = op.store_qkv(qkv, cos, sin, k_cache, v_cache, inputs.slots)
-            mixed = op.attend(q, k_cache, v_cache, inputs.attention)
-            op.linear_add(op.pack_rows(mixed), layer.out, x)
-            gated = op.linear_silu(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
-            op.linear_add(gated, layer.down, x)
+            run_layer(op, layer, pool.layer(index), x, cos, sin, inputs, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from engine.cache.layout import Layout, PairLayout, ScaledLayout
-from engine.kernels import int8, reference
+from engine.config import GROUP_FORMATS
+from engine.kernels import groups, int8, reference
 from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.cpu.group_matmul import GroupKernels
 from engine.kernels.cpu.layers import DecoderLayer, LayerStack, can_stack, query_scale
 from engine.kernels.spans import SequenceSpan, shared_spans
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
+from engine.quant.groups import GroupedWeight
 
 BLOCK_TOKENS = 16
 _KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
@@ -61,9 +64,11 @@ class CpuKernels:
         self.layout: Layout = layout(block_tokens, model.num_kv_heads, model.head_dim)
         self._model = model
         self._is_int8 = weight_format == "int8"
+        self.takes_groups = weight_format in GROUP_FORMATS
         self._reproducible = reproducible
         self._lib = library()
         self._has_tiles = bool(self._lib.has_tiles())
+        self._groups = GroupKernels(self._lib, is_even=reproducible)
         self._stack: LayerStack | None = None
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
@@ -77,6 +82,10 @@ class CpuKernels:
             return int8.pack(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), _PACK_ROWS)
         return Matrix(packed=packed, num_rows=rows, num_columns=columns)
+
+    def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
+        assert bias is None, "these kernels have no biases"
+        return groups.pack(weights, None)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
         return self._norm_rows(x, _pointer(weight), eps)
@@ -92,7 +101,10 @@ class CpuKernels:
             return Product(sums, rows.scale, matrix.scale)
         if rows.scale is not None:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
-        return Product(_in_even_blocks(rows.values, matrix) if self._reproducible else _multiply(rows.values, matrix))
+        multiply = self._groups.multiply if matrix.bits else _multiply
+        if self._reproducible:
+            return Product(_in_even_blocks(multiply, rows.values, matrix))
+        return Product(multiply(rows.values, matrix))
 
     def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
         if matrix.is_tiled:
@@ -235,10 +247,10 @@ def _multiply(values: Tensor, matrix: Matrix) -> Tensor:
     return product
 
 
-def _in_even_blocks(values: Tensor, matrix: Matrix) -> Tensor:
+def _in_even_blocks(multiply: Callable[[Tensor, Matrix], Tensor], values: Tensor, matrix: Matrix) -> Tensor:
     """torch picks its bf16 matmul by the number of rows, so that number is always the same here."""
     padded = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % _EVEN_ROWS))
-    return torch.cat([_multiply(block, matrix) for block in torch.split(padded, _EVEN_ROWS)])[: len(values)]
+    return torch.cat([multiply(block, matrix) for block in torch.split(padded, _EVEN_ROWS)])[: len(values)]
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:

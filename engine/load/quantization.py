@@ -1,0 +1,110 @@
+"""What the `quantization_config` of a config.json says: in which layout a checkpoint keeps its weights; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.load.meta import read_json
+
+_BITS = (4, 8)
+_PACKED, _SCALED = "pack-quantized", ("float-quantized", "int-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """A checkpoint's layout.
+
+    `layout`       gptq, awq, compressed-tensors (integers in groups), or scaled (int8 or fp8 values and their scales)
+    `bits`         of a weight
+    `zero_offset`  what GPTQ's files have subtracted from each zero
+    `is_ordered`   groups aren't runs of columns: each column tells its own
+    """
+
+    layout: str
+    bits: int
+    zero_offset: int = 0
+    is_ordered: bool = False
+
+    @property
+    def weight_format(self) -> str | None:
+        """The engine's format that keeps these weights as they are; None: they are made floating-point."""
+        return None if self.is_ordered or self.layout == "scaled" else f"w{self.bits}a16"
+
+
+def read_quantization(config: dict[str, Any], path: Path) -> Quantization | None:
+    """Of a config.json; None where weights aren't quantized. Raises ModelError for what isn't supported."""
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: the quantization_config of config.json is no object.")
+    method = str(found.get("quant_method", "")).lower()
+    if method == "gptq":
+        return _gptq(found, path)
+    if method == "awq":
+        return _awq(found, path)
+    if method == "compressed-tensors":
+        return _compressed_tensors(found, path)
+    if method == "fp8":
+        return Quantization(layout="scaled", bits=8)
+    raise ModelError(
+        f"{path} is quantized by {method!r}; supported are gptq, awq, compressed-tensors and fp8 checkpoints."
+    )
+
+
+def stored_format(path: Path) -> str | None:
+    """The engine's format of the weights of the model at `path` as they are; None where they aren't quantized, or not
+    in a way that the engine keeps. Raises ModelError."""
+    quantization = read_quantization(read_json(path / "config.json"), path) if path.is_dir() else None
+    return quantization.weight_format if quantization is not None else None
+
+
+def _gptq(found: dict[str, Any], path: Path) -> Quantization:
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, dict) or any(not str(name).startswith("-:") for name in rules):
+        raise ModelError(f"{path} has GPTQ rules for single modules (dynamic), which are not supported.")
+    version = str(found.get("checkpoint_format", "gptq")).lower()
+    if version not in ("gptq", "gptq_v2"):
+        raise ModelError(f"{path} has the GPTQ checkpoint format {version!r}; supported are gptq and gptq_v2.")
+    is_ordered = bool(found.get("desc_act", False)) and found.get("group_size") != -1
+    return Quantization(
+        layout="gptq",
+        bits=_bits(found.get("bits"), path),
+        zero_offset=1 if version == "gptq" else 0,
+        is_ordered=is_ordered and not found.get("static_groups", False),
+    )
+
+
+def _awq(found: dict[str, Any], path: Path) -> Quantization:
+    version = str(found.get("version", "gemm")).lower()
+    bits = _bits(found.get("bits", found.get("w_bit")), path)
+    if version != "gemm" or bits != 4:
+        raise ModelError(f"{path} has AWQ weights of {bits} bits for {version!r}; 4 bits for 'gemm' are supported.")
+    return Quantization(layout="awq", bits=bits)
+
+
+def _compressed_tensors(found: dict[str, Any], path: Path) -> Quantization:
+    groups = found.get("config_groups")
+    schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
+    formats = {str(scheme.get("format") or found.get("format")) for scheme in schemes}
+    weights = [scheme["weights"] for scheme in schemes if isinstance(scheme.get("weights"), dict)]
+    if formats and formats <= set(_SCALED):
+        return Quantization(layout="scaled", bits=8)
+    bits = {weight.get("num_bits") for weight in weights}
+    if formats != {_PACKED} or len(bits) != 1:
+        named = ", ".join(sorted(formats)) or "none"
+        raise ModelError(
+            f"{path} has compressed-tensors of the format {named} with {sorted(map(str, bits))} bits; "
+            f"supported are one width in {_PACKED}, and {', '.join(_SCALED)}."
+        )
+    is_ordered = any(weight.get("actorder") in ("group", True) for weight in weights)
+    return Quantization(layout="compressed-tensors", bits=_bits(bits.pop(), path), is_ordered=is_ordered)
+
+
+def _bits(value: object, path: Path) -> int:
+    if value not in _BITS or not isinstance(value, int):
+        raise ModelError(f"{path} has weights of {value!r} bits; supported are 4 and 8.")
+    return value

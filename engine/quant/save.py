@@ -1,0 +1,165 @@
+"""Writes a quantized model as a Hugging Face directory: shards, config.json, tokenizer, chat template.
+
+Everything goes to a directory beside the target, which gets its name when all is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.errors import ConfigError, ModelError
+from engine.load.meta import ModelMeta, read_json
+from engine.load.names import to_hf
+from engine.load.pooling import pooling_files
+from engine.model.config import ModelConfig, RopeScaling
+from engine.quant.groups import GroupedWeight, Scheme
+from engine.quant.layouts import LAYOUTS, Layout
+from engine.quant.recipe import Parameter
+from engine.text import load_text
+
+SHARD_BYTES = 2 << 30
+DTYPES = {"gptq": torch.float16, "awq": torch.float16, "compressed-tensors": torch.bfloat16}
+"""What is not quantized has this type, and so have scales: what readers of the layout expect."""
+
+_COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("generation_config.json", "chat_template.jinja"),
+)
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def save(
+    target: Path, meta: ModelMeta, model: ModelConfig, scheme: Scheme, layout: str, parameters: Iterable[Parameter]
+) -> None:
+    """Writes the model to `target`, which must not exist. Raises ModelError or ConfigError; nothing is left then."""
+    scratch = target.with_name(f"{target.name}.partial")
+    try:
+        if target.exists():
+            raise ConfigError(f"{target} exists already; name another place, or remove it.")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        config = _config(meta, model)
+        config["torch_dtype"] = _NAMES[scheme.scale_dtype]
+        config["quantization_config"] = LAYOUTS[layout].config(scheme)
+        _write_weights(scratch, LAYOUTS[layout], scheme.scale_dtype, parameters)
+        _write_json(scratch / "config.json", config)
+        _write_text_side(scratch, meta)
+        scratch.replace(target)
+    except OSError as error:
+        raise ModelError(f"The model can't be written to {target}: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_weights(directory: Path, layout: Layout, dtype: torch.dtype, parameters: Iterable[Parameter]) -> None:
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal shard, size
+        save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard, size = {}, 0
+
+    for name, value in parameters:
+        for key, tensor in _tensors(name, value, layout, dtype).items():
+            shard[key] = tensor
+            size += tensor.nbytes
+            total += tensor.nbytes
+        if size >= SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    if len(shards) == 1:
+        (directory / "0.safetensors").rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, keys in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{index}.safetensors").rename(directory / file)
+        weight_map |= dict.fromkeys(keys, file)
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
+
+
+def _tensors(name: str, value: Tensor | GroupedWeight, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    key = to_hf(name)
+    if isinstance(value, GroupedWeight):
+        module = key.removesuffix(".weight")
+        return {f"{module}.{part}": tensor.contiguous() for part, tensor in layout.write(value, dtype).items()}
+    stored = value.to(dtype).contiguous()
+    if not stored.isfinite().all():
+        raise ModelError(f"The tensor {key} doesn't fit into {_NAMES[dtype]}; save as compressed-tensors instead.")
+    return {key: stored.clone()}
+
+
+def _config(meta: ModelMeta, model: ModelConfig) -> dict[str, Any]:
+    """The config.json without quantization: the model's own, or made from what a GGUF file says."""
+    if meta.path.is_dir():
+        config = read_json(meta.path / "config.json")
+        return {name: value for name, value in config.items() if name not in ("quantization_config", "dtype")}
+    if model.has_qkv_bias != model.has_out_bias:
+        raise ModelError(f"{meta.path} has biases in some projections of attention only, which config.json can't say.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.mlp,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _rope_scaling(model.rope_scaling, meta),
+        "max_position_embeddings": model.context_tokens,
+        "tie_word_embeddings": model.is_tied,
+        "attention_bias": model.has_qkv_bias,
+        "mlp_bias": model.has_mlp_bias,
+        **_token_ids(meta),
+    }
+
+
+def _rope_scaling(scaling: RopeScaling | None, meta: ModelMeta) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    raise ModelError(f"{meta.path} scales its rotary positions by a table, which config.json can't say.")
+
+
+def _token_ids(meta: ModelMeta) -> dict[str, Any]:
+    ends = sorted(meta.eos_ids)
+    return {"bos_token_id": meta.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def _write_text_side(directory: Path, meta: ModelMeta) -> None:
+    if meta.path.is_dir():
+        files = [meta.path / name for name in _COPIED if (meta.path / name).is_file()]
+        for file in (*files, *pooling_files(meta.path)):
+            copy = directory / file.relative_to(meta.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+        return
+    load_text(meta.path).tokenizer.save(directory / "tokenizer.json")
+    names = {"bos_token": meta.bos_token, "eos_token": meta.eos_token, "chat_template": meta.chat_template}
+    said: dict[str, Any] = {name: value for name, value in names.items() if value}
+    said |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": meta.context_tokens}
+    _write_json(directory / "tokenizer_config.json", said)
+    _write_json(directory / "generation_config.json", _token_ids(meta))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -94,8 +94,8 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
         app.include_router(module.routes.router)
     app.include_router(batchsvc.files.upload_routes.router)
-    app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.files.store_routes.router)
+    app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.message_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
     app.include_router(batchsvc.batches.explain_routes.router)

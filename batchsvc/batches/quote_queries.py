@@ -193,10 +193,10 @@ def finish(session: Session, quote_id: str, epoch: int, ttl_s: float) -> bool:
     row = _mine(session, quote_id, epoch)
     if row is None:
         return False
-    row.status, row.ended_ms = READY, database_now_ms(session)
-    row.expires_ms = row.ended_ms + _ms(ttl_s) if row.sample_lines is None else None
     if not row.input_sha256 and (file := files.find_stored(session, row.project_id, row.input_file_id)):
         row.input_sha256 = file.sha256  # of an input that was copied for this quote
+    row.status, row.ended_ms = READY, database_now_ms(session)
+    row.expires_ms = row.ended_ms + _ms(ttl_s) if row.sample_lines is None else None
     row.plan_owner, row.plan_lease_ms = None, 0
     _discard_windows(session, row, keeps_rows=True)
     return True

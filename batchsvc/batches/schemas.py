@@ -125,8 +125,8 @@ def batch_object(
         "scheduled_for": _seconds(scheduled_ms),
         "pause_reason": row.pause_reason if row.is_paused else None,
         "errors_total": row.errors_total,
-    }
         "output_s3": _export(row, export),
+    }
     if has_started:
         shown["usage"] = _usage(row)
     return shown
@@ -181,7 +181,6 @@ def _usage(row: Batch) -> dict[str, Any]:
     }
 
 
-def _seconds(ms: int | None) -> int | None:
 def _export(row: Batch, export: Export | None) -> dict[str, Any] | None:
     """Where the results go in the tenant's store; they are there when the manifest is, and `state` is `done`."""
     if export is None:
@@ -197,4 +196,5 @@ def _export(row: Batch, export: Export | None) -> dict[str, Any] | None:
     }
 
 
+def _seconds(ms: int | None) -> int | None:
     return None if ms is None else ms // 1000

@@ -119,7 +119,6 @@ class Batch(Base):
     cancel_seq: Mapped[Count]
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
-
     output_s3: Mapped[str | None] = mapped_column(String(1100))  # the prefix in a tenant's store that results go to
 
 
@@ -147,6 +146,7 @@ class Export(Base):
     owner: Mapped[str | None] = mapped_column(String(128))
     lease_ms: Mapped[Count]
     uploads: Mapped[list[Any]] = mapped_column(Json)  # [[key, upload id]] that attempts have begun over there
+
 
 class Window(Base):
     """A run of consecutive lines that was planned together; where the next one starts in the input."""

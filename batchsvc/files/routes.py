@@ -92,6 +92,12 @@ def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: 
     """The bytes of a file, streamed, or a redirect to a public store; one `Range` is honoured with 206."""
     with context.db.reading() as session:
         row = service.get(session, caller.project_id, file_id)
+    if row.source_uri and not row.sha256:
+        raise InvalidRequestError(
+            f"{row.id} isn't copied from {row.source_uri} yet: its first batch or quote does that.",
+            code="file_not_copied",
+            param="file_id",
+        )
     given = request.headers
     headers = {
         "Accept-Ranges": "bytes",
@@ -100,12 +106,6 @@ def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: 
         "Content-Disposition": _disposition(row.filename),
     }
     if is_unchanged(given.get("if-none-match"), row.sha256):
-    if row.source_uri and not row.sha256:
-        raise InvalidRequestError(
-            f"{row.id} isn't copied from {row.source_uri} yet: its first batch or quote does that.",
-            code="file_not_copied",
-            param="file_id",
-        )
         return Response(status_code=304, headers=headers)
     if "if-range" not in given and (url := context.store.public_url(row.s3_key, headers["Content-Disposition"])):
         return RedirectResponse(url, 307, {"Cache-Control": "no-store"})  # which knows Range, but not our tag

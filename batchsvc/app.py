@@ -30,7 +30,7 @@ import batchsvc.files.store_routes
 import batchsvc.files.upload_routes
 import batchsvc.webhooks.routes
 from batchsvc import logs
-from batchsvc.accounts.caller import require_caller
+from batchsvc.accounts.caller import CallerDep, require_caller
 from batchsvc.batches import garbage_queries
 from batchsvc.batches.service import live_batch_of
 from batchsvc.db import migrate
@@ -40,6 +40,7 @@ from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.health import Checks
 from batchsvc.http import errors
 from batchsvc.http.deps import Context
+from batchsvc.http.description import describe, sends
 from batchsvc.http.middleware import BodyLimit, RequestMiddleware
 from batchsvc.metrics import Metrics
 from batchsvc.settings import Settings
@@ -111,7 +112,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         """The process runs; needs no key."""
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses={503: {"description": "A part that every request needs doesn't answer."}})
     def readyz() -> Response:
         """Whether requests can be served, part by part; needs no key."""
         health = checks.look()
@@ -121,12 +122,17 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
             said |= UnavailableError(broken, code="not_ready").envelope()
         return JSONResponse(said, status_code=503 if health.status == "unready" else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=sends(CONTENT_TYPE_LATEST))
     def show_metrics(request: Request) -> Response:
         """Prometheus' text; needs no key from this machine."""
         if not _is_loopback(request):
             require_caller(request, context)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def show_description(_caller: CallerDep) -> JSONResponse:
+        """This API as OpenAPI describes it."""
+        return JSONResponse(describe(app))
 
     return app
 

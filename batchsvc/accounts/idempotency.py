@@ -3,7 +3,11 @@
 A caller may name a call with `Idempotency-Key`: the answer is stored in the call's own transaction, and the same key
 gets it again, whether the first answer was lost or is still on its way (then the second call waits). A key belongs to
 one call: with other arguments it is refused. Calls that were refused leave nothing, so they can be corrected and sent
-again. The official client sends no such key, only a count of its attempts; `is_retry` is for the callee to use.
+again.
+
+The official client sends no such key, only a count of its attempts. Creates know such a call by what it says: a retry
+is answered as the same call was before, and the first attempt as its own retry was, if that has overtaken it. Two
+calls that say the same and are both first attempts are two calls. Elsewhere `is_retry` is for the callee to use.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from batchsvc.accounts import queries
 from batchsvc.accounts.tables import IdempotentAnswer
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, MismatchError, UnavailableError
+from batchsvc.http.deps import ContextDep
 
 RETRY_MS = 15 * 60_000  # how long a client may take to send a call again by itself
 _KEEP_MS = 7 * 24 * 3_600_000
 _KEY = re.compile(r"[\x20-\x7e]{1,200}")
+_TO_FIRST, _TO_RETRY = "first", "retry"  # whom an answer without a key was given to
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,17 @@ class Repetition:
 
     key: str | None = None
     is_retry: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A call as it came: what it says of repeating, the API key that sent it, a digest of all that it says, and when
+    it began to come."""
+
+    repetition: Repetition
+    api_key_id: str
+    digest: str
+    arrived_ms: int
 
 
 def repetition(
@@ -53,6 +70,15 @@ def repetition(
 RepetitionDep = Annotated[Repetition, Depends(repetition)]
 
 
+def arrival_ms(context: ContextDep) -> int:
+    """When a call began to come, by the database's clock: as a dependency it stands before the body's."""
+    with context.db.reading() as session:
+        return database_now_ms(session)
+
+
+ArrivalDep = Annotated[int, Depends(arrival_ms)]
+
+
 def once(
     session: Session, project_id: str, call: str, key: str | None, arguments: Mapping[str, Any], do: Callable[[], Any]
 ) -> dict[str, Any]:
@@ -60,9 +86,29 @@ def once(
 
     `call` and `key` name the call within the project. Raises MismatchError for a key that named other arguments.
     """
-    if key is None:
-        return dict(do())
-    name, fingerprint = f"{call} {key}", _fingerprint(arguments)
+    return dict(do()) if key is None else _once_named(session, project_id, f"{call} {key}", digest_of(arguments), do)
+
+
+def once_sent(session: Session, project_id: str, call: str, sent: Sent, do: Callable[[], Any]) -> dict[str, Any]:
+    """Like `once`, and without a key a call is known by what it says; calls that say the same go one by one."""
+    is_retry = sent.repetition.is_retry
+    if sent.repetition.key is not None:
+        return _once_named(session, project_id, f"{call} {sent.repetition.key}", sent.digest, do)
+    name, now = f"{call}:{sent.api_key_id}:{sent.digest}", database_now_ms(session)
+    if not queries.add_answer(session, project_id, name, "", now):
+        known = queries.locked_answer(session, project_id, name)
+        since_ms = now - RETRY_MS if is_retry else sent.arrived_ms
+        if known is not None and known.created_ms >= since_ms and (is_retry or known.fingerprint == _TO_RETRY):
+            return dict(orjson.loads(known.body))
+    body = dict(do())
+    text, to = orjson.dumps(body).decode(), _TO_RETRY if is_retry else _TO_FIRST
+    queries.fill_answer(session, project_id, name, text, fingerprint=to, created_ms=database_now_ms(session))
+    return body
+
+
+def _once_named(
+    session: Session, project_id: str, name: str, fingerprint: str, do: Callable[[], Any]
+) -> dict[str, Any]:
     now = database_now_ms(session)
     if not queries.add_answer(session, project_id, name, fingerprint, now):
         return _again(queries.answer(session, project_id, name), fingerprint)
@@ -87,7 +133,8 @@ def _again(stored: IdempotentAnswer | None, fingerprint: str) -> dict[str, Any]:
     return dict(orjson.loads(stored.body))
 
 
-def _fingerprint(arguments: Mapping[str, Any]) -> str:
+def digest_of(arguments: Mapping[str, Any]) -> str:
+    """Names what a call says. Raises InvalidRequestError for what can't be written as JSON."""
     try:
         text = orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # such as a number of hundreds of digits

@@ -88,10 +88,15 @@ def answer(session: Session, project_id: str, key: str) -> IdempotentAnswer | No
     return session.get(IdempotentAnswer, (project_id, key), populate_existing=True)
 
 
-def fill_answer(session: Session, project_id: str, key: str, body: str) -> None:
-    """Note what a call was answered."""
+def locked_answer(session: Session, project_id: str, key: str) -> IdempotentAnswer | None:
+    """The same, locked till the transaction ends; waits while another one has it."""
+    return session.get(IdempotentAnswer, (project_id, key), populate_existing=True, with_for_update=True)
+
+
+def fill_answer(session: Session, project_id: str, key: str, body: str, **values: str | int) -> None:
+    """Note what a call was answered, and other `values` of its row."""
     named = (IdempotentAnswer.project_id == project_id, IdempotentAnswer.key == key)
-    session.execute(update(IdempotentAnswer).where(*named).values(body=body))
+    session.execute(update(IdempotentAnswer).where(*named).values(body=body, **values))
 
 
 def delete_answers(session: Session, before_ms: int) -> int:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
-from batchsvc.accounts.idempotency import RepetitionDep
+from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.batches import inputs, line_set, message_results, message_service, service
 from batchsvc.batches.inputs import InlineInput
 from batchsvc.batches.lifecycle import Status
@@ -26,6 +26,7 @@ from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files.tables import File
 from batchsvc.http.bodies import described, json_body
 from batchsvc.http.deps import Context, ContextDep
+from batchsvc.http.description import sends
 
 router = APIRouter(prefix=MESSAGES)
 
@@ -45,6 +46,7 @@ def create_batch(
     request: Request,
     caller: CallerDep,
     context: ContextDep,
+    arrived_ms: ArrivalDep,
     body: Annotated[CreateMessageBatch, Depends(json_body(CreateMessageBatch))],
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
@@ -66,14 +68,11 @@ def create_batch(
         return {"file_id": file.id, **_shown(session, context, request, [row])[0]}
 
     with inputs.stored_inline(context, caller, lines, MESSAGES) as given:
+        digest = idempotency.digest_of(body.model_dump())
+        sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
         made = context.db.run(
-            lambda session: idempotency.once(
-                session,
-                caller.project_id,
-                "messages",
-                repetition.key,
-                body.model_dump(),
-                partial(create, session, given),
+            lambda session: idempotency.once_sent(
+                session, caller.project_id, "messages", sent, partial(create, session, given)
             )
         )
     if made.pop("file_id") != given.file_id:
@@ -136,7 +135,11 @@ def delete_batch(caller: CallerDep, context: ContextDep, message_batch_id: str) 
         return {"id": row.id, "type": "message_batch_deleted"}
 
 
-@router.get("/batches/{message_batch_id}/results")
+@router.get(
+    "/batches/{message_batch_id}/results",
+    response_class=StreamingResponse,
+    responses=sends("application/x-jsonl"),
+)
 def batch_results(caller: CallerDep, context: ContextDep, message_batch_id: str) -> StreamingResponse:
     """The results of an ended batch as JSONL: one line for each of its requests, whatever became of it."""
     with context.db.reading() as session:

@@ -11,11 +11,12 @@ from batchsvc.accounts.caller import CallerDep
 from batchsvc.batches import ordered_results, result_service
 from batchsvc.batches.lifecycle import Status
 from batchsvc.http.deps import ContextDep
+from batchsvc.http.description import sends
 
 router = APIRouter(prefix="/v1")
 
 
-@router.get("/batches/{batch_id}/results", response_class=StreamingResponse)
+@router.get("/batches/{batch_id}/results", response_class=StreamingResponse, responses=sends("application/jsonl"))
 def list_results(
     caller: CallerDep,
     context: ContextDep,

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from batchsvc import failpoints, ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import AdminDep, CallerDep
-from batchsvc.accounts.idempotency import RepetitionDep
+from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.batches import inputs, poison_queries, service
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.inputs import NewInput
@@ -36,6 +36,7 @@ BATCH_ONLY = ("/chat/completions", "/completions", "/embeddings", "/responses", 
 def create_batch(
     caller: CallerDep,
     context: ContextDep,
+    arrived_ms: ArrivalDep,
     body: Annotated[CreateBatch, Depends(json_body(CreateBatch))],
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
@@ -59,14 +60,11 @@ def create_batch(
         return _shown(session, context, [row])[0]
 
     with inputs.opened(context, caller, body) as given:
+        digest = idempotency.digest_of(body.model_dump())  # before the transaction: there may be many requests
+        sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
         shown = context.db.run(
-            lambda session: idempotency.once(
-                session,
-                caller.project_id,
-                "batches",
-                repetition.key,
-                body.model_dump(),
-                partial(create, session, given),
+            lambda session: idempotency.once_sent(
+                session, caller.project_id, "batches", sent, partial(create, session, given)
             )
         )
     if given is not None and shown["input_file_id"] != given.file_id:

@@ -13,6 +13,7 @@ from batchsvc.billing import invoice_api as api
 from batchsvc.billing.invoice_api import Action, Format
 from batchsvc.billing.invoice_schemas import Change, ChangeParty, DraftInvoice
 from batchsvc.http.deps import Context, ContextDep
+from batchsvc.http.description import sends
 
 router = APIRouter(prefix="/v1/admin")
 
@@ -58,7 +59,11 @@ def show(_admin: AdminDep, context: ContextDep, name: str) -> dict[str, Any]:
         return api.show(session, name)
 
 
-@router.get("/invoices/{name}/content")
+@router.get(
+    "/invoices/{name}/content",
+    response_class=StreamingResponse,
+    responses=sends(*api.MEDIA_TYPES.values()),
+)
 def content(
     _admin: AdminDep, context: ContextDep, name: str, form: Format = Query(default="html", alias="format")
 ) -> StreamingResponse:

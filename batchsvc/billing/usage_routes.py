@@ -8,25 +8,46 @@ from fastapi import APIRouter, Request
 
 from batchsvc.accounts.caller import AdminDep
 from batchsvc.billing import usage_service
-from batchsvc.billing.usage import Kind
+from batchsvc.billing.usage import FILTERS, GROUPS, WIDTHS, Kind
 from batchsvc.http.deps import Context, ContextDep
 
 router = APIRouter(prefix="/v1/organization")
 
 
-@router.get("/usage/completions")
+def _takes(kind: Kind) -> dict[str, Any]:
+    """What the description has to say of a question, which is read from the URL in both forms of arrays."""
+    widths, time = WIDTHS[kind], {"type": "integer", "minimum": 0}
+    most = max(width.most for width in widths.values())
+    single: dict[str, dict[str, Any]] = {
+        "start_time": time,
+        "end_time": time,
+        "bucket_width": {"enum": list(widths)},
+        "limit": {"type": "integer", "minimum": 1, "maximum": most},
+        "page": {"type": "string"},
+    }
+    arrays = {name: {"type": "string"} for name in FILTERS[kind]} | {"group_by": {"enum": list(GROUPS[kind])}}
+    many = {f"{name}[]": {"type": "array", "items": one} for name, one in arrays.items()}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": name == "start_time", "schema": schema}
+            for name, schema in (single | many).items()
+        ]
+    }
+
+
+@router.get("/usage/completions", openapi_extra=_takes(Kind.COMPLETIONS))
 def completions(_admin: AdminDep, context: ContextDep, request: Request) -> dict[str, Any]:
     """Tokens of chat and text completions, by bucket."""
     return _answer(context, Kind.COMPLETIONS, request)
 
 
-@router.get("/usage/embeddings")
+@router.get("/usage/embeddings", openapi_extra=_takes(Kind.EMBEDDINGS))
 def embeddings(_admin: AdminDep, context: ContextDep, request: Request) -> dict[str, Any]:
     """Tokens of embeddings, by bucket."""
     return _answer(context, Kind.EMBEDDINGS, request)
 
 
-@router.get("/costs")
+@router.get("/costs", openapi_extra=_takes(Kind.COSTS))
 def costs(_admin: AdminDep, context: ContextDep, request: Request) -> dict[str, Any]:
     """What was charged, by day."""
     return _answer(context, Kind.COSTS, request)

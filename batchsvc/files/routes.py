@@ -27,6 +27,7 @@ from batchsvc.files.schemas import file_object
 from batchsvc.files.tables import File
 from batchsvc.http.conditional import is_range_meant, is_unchanged
 from batchsvc.http.deps import Context, ContextDep
+from batchsvc.http.description import sends, takes_form
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.http.ranges import UnsatisfiableRangeError, span
 from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink, check_length
@@ -34,9 +35,16 @@ from batchsvc.store import keys
 
 router = APIRouter(prefix="/v1/files")
 FilePage = Annotated[PageArgs, Depends(page_args(default=10_000, most=10_000))]
+_CONTENT = sends(
+    "application/octet-stream",
+    _206={"description": "The span of the header `Range`.", "content": {"application/octet-stream": {}}},
+    _304={"description": "It is the version that `If-None-Match` names."},
+    _307={"description": "It is read from the store itself, at `Location`."},
+    _416={"description": "The span of `Range` lies outside.", "content": {"application/json": {}}},
+)
 
 
-@router.post("")
+@router.post("", openapi_extra=takes_form("file", "purpose", "expires_after[anchor]", "expires_after[seconds]"))
 async def create_file(
     request: Request, caller: CallerDep, context: ContextDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def delete_file(caller: CallerDep, context: ContextDep, file_id: str) -> dict[st
         return {"id": row.id, "object": "file", "deleted": True}
 
 
-@router.get("/{file_id}/content")
+@router.get("/{file_id}/content", response_class=StreamingResponse, responses=_CONTENT)
 def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: Request) -> Response:
     """The bytes of a file, streamed, or a redirect to a public store; one `Range` is honoured with 206."""
     with context.db.reading() as session:

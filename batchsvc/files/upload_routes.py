@@ -22,6 +22,7 @@ from batchsvc.files.tables import Upload
 from batchsvc.files.upload_schemas import CompleteUpload, CreateUpload, part_object, upload_object
 from batchsvc.files.upload_service import Assembly
 from batchsvc.http.deps import Context, ContextDep
+from batchsvc.http.description import takes_form
 from batchsvc.http.uploads import FileData, FileStart, Form, StoreSink, check_length
 from batchsvc.store import keys
 
@@ -54,7 +55,7 @@ def create_upload(
     )
 
 
-@router.post("/{upload_id}/parts")
+@router.post("/{upload_id}/parts", openapi_extra=takes_form("data"))
 async def add_part(request: Request, caller: CallerDep, context: ContextDep, upload_id: str) -> dict[str, Any]:
     """Add a part: a form with one file in the field `data`. Parts may come side by side and in any order."""
 

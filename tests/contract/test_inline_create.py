@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import orjson
 import pytest
+from sqlalchemy import func, select
 
 from batchsvc.batches.schemas import MOST_REQUESTS
+from batchsvc.batches.tables import Batch
+from batchsvc.files.tables import File
 from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
 from tests.contract.conftest import MODEL, Api
 from tests.contract.test_http import envelope
 
@@ -82,6 +88,93 @@ def test_a_call_that_arrives_twice_makes_one_batch_and_one_file(api: Api) -> Non
         assert {key.rsplit("/", 1)[1] for key in objects} == stored
     other = create(api, {"Idempotency-Key": "k"}, requests=[{"custom_id": "b", "body": BODY}])
     assert envelope(other, 422)["code"] == "idempotency_key_reused"
+
+
+class Gate:
+    """Holds the first input that is stored until it is opened; others pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached, self._is_open = threading.Event(), threading.Event()
+        put = ObjectStore.put
+
+        def held(store: ObjectStore, key: str, *arguments: Any, **more: Any) -> Any:
+            if key.startswith(keys.INPUTS) and not self.is_reached.is_set():
+                self.is_reached.set()
+                assert self._is_open.wait(60)
+            return put(store, key, *arguments, **more)
+
+        monkeypatch.setattr(ObjectStore, "put", held)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+def send(api: Api, shape: str, attempt: int, name: str = "a") -> httpx.Response:
+    """A create as the official clients send it, for the first time or again."""
+    headers = {"x-stainless-retry-count": str(attempt), "Authorization": f"Bearer {api.key}"}
+    if shape == "batches":
+        body = {"endpoint": ENDPOINT, "completion_window": "24h", "requests": [{"custom_id": name, "body": BODY}]}
+    else:
+        body = {"requests": [{"custom_id": name, "params": BODY}]}
+    url = f"{api.url}/v1/{shape}" if shape == "batches" else f"{api.url}/v1/messages/batches"
+    return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def made_of(api: Api) -> tuple[int, int, int]:
+    """How many batches, files and stored inputs the project has."""
+    with api.db.reading() as session:
+        counts = [
+            session.scalar(select(func.count()).where(table.project_id == api.project_id)) or 0
+            for table in (Batch, File)
+        ]
+    return counts[0], counts[1], len(list(api.store.list_keys(keys.input_file(api.project_id, ""))))
+
+
+@pytest.mark.parametrize("shape", ["batches", "messages"])
+def test_a_call_that_its_own_retry_overtakes_makes_no_second_batch(
+    api: Api, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    gate = Gate(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(send, api, shape, 0)
+        assert gate.is_reached.wait(60)
+        other = send(api, shape, 0, "b").json()["id"]
+        retried = send(api, shape, 1).json()["id"]
+        gate.open()
+        assert first.result().json()["id"] == retried != other
+    assert made_of(api) == (2, 2, 2)
+    assert send(api, shape, 2).json()["id"] == retried, "once more"
+    assert send(api, shape, 0).json()["id"] != retried, "a call of its own, though it says the same"
+    assert made_of(api) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("shape", ["batches", "messages"])
+def test_a_call_and_its_retries_at_once_make_one_batch(api: Api, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    """All four are there before one of them is counted, and from there on they race."""
+    together, put = threading.Barrier(4, timeout=60), ObjectStore.put
+
+    def held(store: ObjectStore, key: str, *arguments: Any, **more: Any) -> Any:
+        if key.startswith(keys.INPUTS):
+            together.wait()
+        return put(store, key, *arguments, **more)
+
+    monkeypatch.setattr(ObjectStore, "put", held)
+    for number in range(4):
+        with ThreadPoolExecutor(4) as pool:
+            sent = [pool.submit(send, api, shape, attempt, str(number)) for attempt in range(4)]
+            assert len({one.result().json()["id"] for one in sent}) == 1
+    assert made_of(api) == (4, 4, 4)
+
+
+def test_first_attempts_that_say_the_same_are_two_calls(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(send, api, "batches", 0)
+        assert gate.is_reached.wait(60)
+        fast = send(api, "batches", 0).json()["id"]
+        gate.open()
+        assert slow.result().json()["id"] != fast
+    assert made_of(api) == (2, 2, 2)
 
 
 def test_another_projects_key_sees_neither(api: Api) -> None:

@@ -1,14 +1,15 @@
 """The answers under way that must have a form: what may come next in each of them, step by step.
 
 Once a step's tokens are known, the masks of the next one are made in a thread of their own, while this one writes the
-tokens down and plans; so they cost time only where that takes less.
+tokens down, plans and begins the next step; nobody waits for them before that step samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Event
 
 import numpy as np
@@ -27,6 +28,39 @@ CODE = "grammar_not_usable"
 _Masks = dict[Matcher, NDArray[np.int32]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Masks that are being made; nobody else touches these matchers meanwhile."""
+
+    matchers: frozenset[Matcher]
+    masks: Future[_Masks]
+
+
+class _StepMasks(Mapping[str, NDArray[np.int32]]):
+    """The masks of a step, by sequence id. Whoever looks first waits until they are made."""
+
+    def __init__(self, matchers: Mapping[str, Matcher], jobs: Sequence[_Job]) -> None:
+        self._matchers = matchers
+        self._jobs = jobs
+
+    @cached_property
+    def _made(self) -> dict[str, NDArray[np.int32]]:
+        masks = {matcher: mask for job in self._jobs for matcher, mask in job.masks.result().items()}
+        return {seq_id: masks[matcher] for seq_id, matcher in self._matchers.items()}
+
+    def __getitem__(self, seq_id: str) -> NDArray[np.int32]:
+        return self._made[seq_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __reduce__(self) -> tuple[type[dict[str, NDArray[np.int32]]], tuple[dict[str, NDArray[np.int32]]]]:
+        return dict, (self._made,)
+
+
 class Forms:
     """Matchers by request id. The model's vocabulary is read when the first of them starts."""
 
@@ -38,7 +72,7 @@ class Forms:
         self._grammars: Grammars | None = None
         self._open: dict[str, Matcher] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # started with the first mask
-        self._ahead: Future[_Masks] | None = None
+        self._ahead: _Job | None = None
 
     def start(self, request: Request) -> Matcher | None:
         """The matcher of an answer that begins; None: it may have any form. Raises GrammarError."""
@@ -57,44 +91,51 @@ class Forms:
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """The plan with the masks of the rows that it samples."""
-        wanted = [chunk.seq_id for chunk in plan.chunks if chunk.logit_rows and chunk.seq_id in self._open]
+        wanted = {
+            chunk.seq_id: self._open[chunk.seq_id]
+            for chunk in plan.chunks
+            if chunk.logit_rows and chunk.seq_id in self._open
+        }
         if not wanted or self._grammars is None:
             return plan
-        masks: _Masks = self._ahead.result() if self._ahead is not None else {}
+        jobs = [] if self._ahead is None else [self._ahead]
         self._ahead = None
-        matchers = [self._open[seq_id] for seq_id in wanted]
-        masks |= _masks(self._grammars, [matcher for matcher in matchers if matcher not in masks])
-        return replace(plan, masks={seq_id: masks[self._open[seq_id]] for seq_id in wanted})
+        begun = {matcher for job in jobs for matcher in job.matchers}
+        if missing := [matcher for matcher in wanted.values() if matcher not in begun]:
+            jobs.append(self._begin(self._grammars, missing))
+        return replace(plan, masks=_StepMasks(wanted, jobs))
 
     def follow(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Reads the tokens of a step and begins the masks that come next. The result without tokens of answers whose
         grammar failed."""
-        reasons: dict[str, str] = {}
-        going: list[Matcher] = []
-        for seq_id in plan.masks:
-            matcher = self._open[seq_id]
-            if (reason := matcher.error) is not None:
-                reasons[seq_id] = sentence(reason)
-                continue
-            for token_id in result.sampled.get(seq_id, ()):
-                matcher.push(token_id)
-            if not matcher.is_complete:
-                going.append(matcher)
-        if going and self._grammars is not None:
+        if self._grammars is None or not plan.masks:
+            return result
+        matchers = {seq_id: self._open[seq_id] for seq_id in plan.masks}
+        read = [seq_id for seq_id in matchers if seq_id in result.sampled]
+        self._grammars.push([matchers[seq_id] for seq_id in read], [result.sampled[seq_id][0] for seq_id in read])
+        for seq_id in matchers.keys() - result.sampled.keys():
+            matchers[seq_id].look()
+        going = [matchers[seq_id] for seq_id in read if not matchers[seq_id].is_ended]
+        if going:
             entered = Event()
-            self._ahead = self._thread.submit(_masks, self._grammars, going, entered)
+            self._ahead = self._begin(self._grammars, going, entered)
             entered.wait()  # else the other thread waits for the GIL until this one has nothing left to do
+        reasons = {seq_id: sentence(matcher.error) for seq_id, matcher in matchers.items() if matcher.error is not None}
         if not reasons:
             return result
         return replace(
             result, failed={**result.failed, **reasons}, codes={**result.codes, **dict.fromkeys(reasons, CODE)}
         )
 
+    def _begin(self, grammars: Grammars, matchers: Sequence[Matcher], entered: Event | None = None) -> _Job:
+        """Has masks made; `entered` is set when that begins."""
+        return _Job(frozenset(matchers), self._thread.submit(_masks, grammars, matchers, entered))
 
-def _masks(grammars: Grammars, matchers: list[Matcher], entered: Event | None = None) -> _Masks:
+
+def _masks(grammars: Grammars, matchers: Sequence[Matcher], entered: Event | None) -> _Masks:
     if entered is not None:
         entered.set()
-    return dict(zip(matchers, grammars.masks(matchers), strict=True)) if matchers else {}
+    return dict(zip(matchers, grammars.masks(matchers), strict=True))
 
 
 def sentence(reason: str) -> str:

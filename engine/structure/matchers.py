@@ -33,24 +33,31 @@ class Vocabulary(Protocol):
 
 
 class Matcher:
-    """One answer's way through its grammar. `is_complete`: nothing may follow."""
+    """One answer's way through its grammar. `is_complete`: nothing may follow. `error`: why it can't go on, if so."""
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
         self.is_complete = False
+        self.error: str | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.is_complete or self.error is not None
 
     def push(self, token_id: int) -> None:
         """Reads a token of the answer."""
         self.state.consume_token(token_id)
-        self.is_complete = self.state.is_stopped() and not self.state.is_error()
+        self.look()
 
-    @property
-    def error(self) -> str | None:
-        """Why the answer can't go on."""
-        if not self.state.is_error():
-            return None
-        reason = as_reason(self.state.get_error())
-        return "no answer can follow it" if reason.startswith("NoExtension") else reason
+    def look(self) -> None:
+        """Notes whether the grammar has come to an end, of whatever kind."""
+        if not self.state.is_stopped():
+            return
+        if self.state.is_error():
+            reason = as_reason(self.state.get_error())
+            self.error = "no answer can follow it" if reason.startswith("NoExtension") else reason
+        else:
+            self.is_complete = True
 
 
 class Grammars:
@@ -75,6 +82,14 @@ class Grammars:
             compiled = self._compile(spec)
         self._compiled.move_to_end(spec)
         return Matcher(compiled.deep_copy())
+
+    def push(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> None:
+        """Reads a token in each of several answers."""
+        if matchers:
+            states = [matcher.state for matcher in matchers]
+            self._executor.consume_token_par(list(zip(states, token_ids, strict=True)))
+        for matcher in matchers:
+            matcher.look()
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
         """Bit t of row i, in little-endian words: whether token t may come next in answer i; 0 past the last. May run

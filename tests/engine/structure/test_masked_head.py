@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +128,5 @@ def test_masks_made_ahead_are_those_of_the_answers_that_want_them(text: TextMode
         "stays": {b"b", b"c"},
     }
     assert forms.masked(plan_of()).masks == {}
+    copy = pickle.loads(pickle.dumps(plan)).masks
+    assert {name: spelled(text, mask) for name, mask in copy.items()} == {name: {b"b", b"c"} for name in plan.masks}

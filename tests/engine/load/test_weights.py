@@ -46,7 +46,13 @@ def load_model(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights]:
     return config, load_weights(config, source, kernels, dtype)
 
 
-def to_gguf(source: Path, target: Path, *, rope_table: list[float] | None = None) -> Path:
+def to_gguf(
+    source: Path,
+    target: Path,
+    *,
+    rope_table: list[float] | None = None,
+    quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
     """As llama.cpp's converter does it: other names, and the rows of q and k in rotary pairs."""
     config = json.loads((source / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
@@ -73,7 +79,9 @@ def to_gguf(source: Path, target: Path, *, rope_table: list[float] | None = None
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         for theirs, ours in GGUF_NAMES.items():
             name = name.replace(theirs, ours)
-        writer.add_tensor(name, np.ascontiguousarray(tensor))
+        kind = (quantized or {}).get(name)
+        values = np.ascontiguousarray(tensor)
+        writer.add_tensor(name, values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
     if rope_table:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_table, dtype=np.float32))
     writer.write_header_to_file()
@@ -139,15 +147,18 @@ def change(directory: Path, edit: Callable[[Tensors], object]) -> Path:
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "a missing norm": (lambda t: t.pop(NORM), "lacks the tensor 1.attention_norm.weight"),
-    "a missing piece of a fused matrix": (lambda t: t.pop(UP), "lacks the tensor 0.up.weight"),
+    "a missing norm": (lambda t: t.pop(NORM), f"lacks the tensor {NORM}"),
+    "a missing piece of a fused matrix": (lambda t: t.pop(UP), f"lacks the tensor {UP}"),
     "an unexpected bias": (
         lambda t: t.update({UP.replace("weight", "bias"): np.zeros(128, np.float32)}),
-        "no place for: 0.up.bias",
+        f"no place for: {UP.replace('weight', 'bias')}",
     ),
-    "a layer too many": (lambda t: t.update({NORM.replace("1", "2"): t[NORM]}), "no place for: 2.attention_norm"),
+    "a layer too many": (
+        lambda t: t.update({NORM.replace("1", "2"): t[NORM]}),
+        f"no place for: {NORM.replace('1', '2')}",
+    ),
     "an unknown tensor": (lambda t: t.update({"vision.weight": t[NORM]}), "no place for: vision.weight"),
-    "a wrong shape": (lambda t: t.update({UP: t[UP][:100].copy()}), r"0.up.weight has the shape \[100, 64\]"),
+    "a wrong shape": (lambda t: t.update({UP: t[UP][:100].copy()}), rf"{UP} has the shape \[100, 64\]"),
     "integers": (lambda t: t.update({UP: t[UP].astype(np.int32)}), "torch.int32"),
 }
 

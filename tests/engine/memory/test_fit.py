@@ -46,6 +46,19 @@ def test_the_textbook_takes_seven_cards() -> None:
     assert nanos_per_million_tokens(rate, 2_500_000_000, 7) == 12_531_026_733
 
 
+def test_heads_are_split_evenly_or_copied() -> None:
+    small = replace(WORKLOAD, context_tokens=128, concurrency=1)
+    needs = demand(TEXTBOOK, small)
+    odd = replace(TEXTBOOK, num_heads=24)
+    assert tensor_parallel(odd, needs, H100, at_least=3) == 4, "3 cards split 24 heads, but not 8 KV heads"
+    assert tensor_parallel(TEXTBOOK, needs, H100, at_least=9) == 16, "with two copies of each KV head"
+    assert tensor_parallel(TEXTBOOK, needs, H100, at_least=65) is None
+    one_kv_head = replace(TEXTBOOK, num_kv_heads=1)
+    kept = demand(one_kv_head, replace(WORKLOAD, concurrency=16))
+    assert kept.kv.total > H100.memory_bytes, "each card would hold all of it"
+    assert tensor_parallel(one_kv_head, kept, H100, at_least=3) is None
+
+
 @settings(max_examples=40)
 @given(shape=shapes(), workload=workloads(), card=cards_drawn)
 def test_the_cards_needed_hold_it_and_one_less_does_not(shape: ModelShape, workload: Workload, card: Card) -> None:
@@ -57,7 +70,11 @@ def test_the_cards_needed_hold_it_and_one_less_does_not(shape: ModelShape, workl
     assert fits(needs, card, cards)
     assert cards == 1 or not fits(needs, card, cards - 1)
     split = tensor_parallel(shape, needs, card, at_least=cards)
-    assert split is None or (split >= cards and shape.num_heads % split == 0)
+    if split is not None:
+        assert split >= cards
+        assert shape.num_heads % split == 0
+        share = needs.weights.total / split + needs.kv.total / min(split, shape.num_kv_heads)
+        assert share + needs.workspace_bytes <= card.memory_bytes
 
 
 @settings(max_examples=40)

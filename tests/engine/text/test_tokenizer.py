@@ -97,6 +97,8 @@ def test_the_named_pre_tokenizer_splits_as_its_models_expect(
         ({"tokenizer.ggml.merges": ["xx yy"]}, "doesn't fit"),
         ({"tokenizer.ggml.merges": ["nospace"]}, "doesn't fit"),
         ({"tokenizer.ggml.token_type": [1]}, "token types"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**9}, "bos_token_id is 1000000000"),
+        ({"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": -1}, "eos_token_id is -1"),
     ],
 )
 def test_a_tokenizer_we_do_not_know_is_refused(real_fields: dict[str, Any], changes: dict[str, Any], says: str) -> None:

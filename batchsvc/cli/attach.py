@@ -1,8 +1,8 @@
 """Finds the batch that a repeated `run` means, so that nobody pays twice for the same unfinished input.
 
-`run` notes the input's SHA-256 in the batch's metadata. The same input with the same name (or both without one), the
-same --model and the same --skip-invalid is the same work. Unfinished work is picked up; with a name, finished work
-too, as long as its results were not written where this run would write them.
+`run` notes the input's SHA-256 in the batch's metadata, or its address in S3. The same input with the same name (or
+both without one), the same --model, --skip-invalid and --output-s3 is the same work. Unfinished work is picked up; with
+a name, finished work too, as long as its results were not written where this run would write them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.follow import ENDED
 
-SHA_KEY = "input_sha256"
+SHA_KEY, URI_KEY = "input_sha256", "input_s3"
 MODEL_KEY = "model_override"
 _LOOK_BACK = 500  # batches, newest first
 
@@ -31,13 +31,15 @@ class Listing(Protocol):
 class Wish:
     """What this run asks for."""
 
-    sha256: str
+    sha256: str | None  # of a file
+    uri: str | None = None  # of an object in S3
     name: str | None
     model: str | None
     endpoint: str
     on_invalid: str
     has_results: bool  # whether the file that it would write is there already
     quote_id: str | None = None  # at whose prices, if it matters
+    output_s3: str | None = None  # the prefix that the results go to, too
 
 
 def find(listing: Listing, wish: Wish) -> dict[str, Any] | None:
@@ -64,11 +66,12 @@ def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
     metadata = batch.get("metadata") or {}
     return (
         batch.get("parent_batch_id") is None  # else it runs only some of the lines
-        and metadata.get(SHA_KEY) == wish.sha256
+        and (metadata.get(SHA_KEY), metadata.get(URI_KEY)) == (wish.sha256, wish.uri)
         and metadata.get(MODEL_KEY) == wish.model
         and batch.get("endpoint", wish.endpoint) == wish.endpoint
         and (batch.get("on_invalid") or "fail") == wish.on_invalid
         and wish.quote_id in (None, batch.get("quote_id"))
+        and wish.output_s3 == (batch.get("output_s3") or {}).get("prefix")
     )
 
 

@@ -1,4 +1,5 @@
-"""The file that a command is given: that it can be read, and what its first request says of the whole."""
+"""The input that a command is given: a file that can be read, and what its first request says of the whole; or an
+object in S3, which the server reads."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import orjson
 import typer
 
 from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.errors import InvalidRequestError
+from batchsvc.files.s3_uri import S3Uri, is_s3, parse_object
 from batchsvc.stack.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from batchsvc.cli.target import Target
 
+Source = Path | S3Uri
 ENDPOINTS = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -31,19 +35,26 @@ class InputOptions:
     """The input of a command, under either name."""
 
     file: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            metavar="FILE", help="Requests, or with --prompt any table: JSONL, Parquet or CSV; plain, gz, zst."
+            metavar="FILE",
+            help="Requests, or with --prompt any table: JSONL, Parquet or CSV; plain, gz, zst. "
+            "Requests may be in S3, too: s3://bucket/key.",
         ),
     ] = None
-    input_file: Annotated[Path | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None
+    input_file: Annotated[str | None, typer.Option("-i", "--input", metavar="F", help="The same as FILE.")] = None
 
-    def chosen(self) -> Path:
-        """The one file that was named, if it can be read. Raises CommandError in one sentence."""
+    def chosen(self) -> Source:
+        """The one input that was named, a file if it can be read. Raises CommandError in one sentence."""
         if (self.file is None) == (self.input_file is None):
             raise CommandError("Name one input: FILE or -i FILE.", Exit.USAGE)
-        source = self.file or self.input_file
-        assert source is not None, "one of the two was given"
+        named = str(self.input_file if self.file is None else self.file)
+        if is_s3(named):
+            try:
+                return parse_object(named, "FILE")
+            except InvalidRequestError as error:
+                raise CommandError(error.message, Exit.USAGE) from error
+        source = Path(named)
         check_input(source)
         return source
 
@@ -63,7 +74,7 @@ def check_input(source: Path) -> None:
         raise CommandError(f"{source} is empty: it needs one request a line.", Exit.REFUSED)
 
 
-def endpoint_of(source: Path, asked: str | None = None) -> str:
+def endpoint_of(source: Source, asked: str | None = None) -> str:
     """The endpoint of a file of requests: the one `asked` for, else what its first line names, else that of chats.
     Raises CommandError if the first line contradicts."""
     named = first_request(source).get("url")
@@ -77,7 +88,7 @@ def endpoint_of(source: Path, asked: str | None = None) -> str:
     return str(named) if named in ENDPOINTS.values() else ENDPOINT
 
 
-def model_to_serve(target: Target, source: Path) -> str | None:
+def model_to_serve(target: Target, source: Source) -> str | None:
     """The model that a stack for this file has to serve: what its first line names, if that was registered."""
     if target.directory is None:
         return None
@@ -90,8 +101,10 @@ def model_to_serve(target: Target, source: Path) -> str | None:
     return registered_path(target.directory, named)
 
 
-def first_request(source: Path) -> dict[str, Any]:
-    """The request on the first line; {} of a table, or of a line that the planner will refuse."""
+def first_request(source: Source) -> dict[str, Any]:
+    """The request on the first line; {} of a table, of a line that the planner will refuse, or of an object in S3."""
+    if isinstance(source, S3Uri):
+        return {}
     with source.open("rb") as file:
         head = file.read(_FIRST_LINE_BYTES)
     try:

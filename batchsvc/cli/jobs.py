@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import outcome, served
+from batchsvc.cli import exporting, outcome, served
 from batchsvc.cli.exits import CommandError, Exit, allowed_errors
 from batchsvc.cli.follow import follow
 from batchsvc.cli.input_file import InputOptions, model_to_serve
@@ -33,7 +33,7 @@ def submit(given: InputOptions, prompting: Prompting, wanted: BatchOptions, serv
         named = job.model or model_to_serve(target, requests)
         is_ours = named is None or names_itself(named)  # else the registry knows it, or the API says that nobody does
         with server.opened(roles=READING, purpose="submit", model=named, needs_model=is_ours) as session:
-            batch = job.start(session, console, results=None)
+            batch = job.start(session, console)
             console.out(batch["id"])
             console.result(batch)
             if session.is_own:
@@ -112,6 +112,7 @@ def show(
         "Most it may cost": format_dollars(most) if (most := batch.get("max_cost_nanos")) is not None else None,
         "Lines over it": batch.get("lines_over_budget"),
         "Waiting for": batch.get("waiting_for"),
+        "Results in S3": exporting.shown(batch),
         "Starts": outcome.local_time(runs) if runs else None,
     }
     console.fields({name: value for name, value in extra.items() if value})

@@ -22,9 +22,10 @@ from batchsvc.cli import bodies
 from batchsvc.cli.bodies import Bodies
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.input_file import ENDPOINT, ENDPOINTS
+from batchsvc.cli.input_file import ENDPOINT, ENDPOINTS, Source
 from batchsvc.files import template
 from batchsvc.files.lines import UnreadableFileError
+from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.template import NoTextError, Template, TemplateError, text_of
 
 if TYPE_CHECKING:
@@ -121,15 +122,17 @@ class _Missing:
 
 @contextmanager
 def requests_of(
-    source: Path, prompting: Prompting, console: Console, *, model: str | None, skip_invalid: bool
-) -> Iterator[Path]:
-    """The file of requests: FILE itself, or one that is filled in from it and deleted in the end.
+    source: Source, prompting: Prompting, console: Console, *, model: str | None, skip_invalid: bool
+) -> Iterator[Source]:
+    """The requests: FILE itself, or a file that is filled in from it and deleted in the end.
 
     `model`: what the lines name; None where the batch names it. Raises CommandError.
     """
     if prompting.prompt is None:
         yield source
         return
+    if isinstance(source, S3Uri):
+        raise CommandError(f"--prompt fills in a table on this machine: fetch {source} first.", Exit.USAGE)
     chosen = _template(prompting, console)
     with tempfile.TemporaryDirectory(prefix="batchsvc-") as folder:
         path = Path(folder) / f"{source.name.split('.')[0] or 'rows'}.jsonl"

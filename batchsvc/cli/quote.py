@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +10,10 @@ import typer
 from batchsvc.cli import outcome
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit
-from batchsvc.cli.input_file import InputOptions, endpoint_of, model_to_serve
+from batchsvc.cli.input_file import InputOptions, Source, endpoint_of, model_to_serve
 from batchsvc.cli.options import ServerOptions, grouped
 from batchsvc.cli.prompt import Prompting, requests_of
-from batchsvc.cli.run import LineOptions, upload_progress
+from batchsvc.cli.run import LineOptions, given_to
 from batchsvc.cli.target import names_itself
 from batchsvc.money import format_dollars
 from batchsvc.stack.options import CANCELLING
@@ -66,10 +65,9 @@ def quote(
     _show(found, console, source, target.flags(), same)
 
 
-def _asked(client: Client, console: Console, source: Path, wishes: dict[str, Any]) -> dict[str, Any]:
+def _asked(client: Client, console: Console, source: Source, wishes: dict[str, Any]) -> dict[str, Any]:
     """Upload, ask, and wait until it is planned."""
-    uploaded = client.upload(source, upload_progress(console, source.stat().st_size))
-    found = client.post("/batches/quote", {"input_file_id": uploaded["id"], **wishes})
+    found = client.post("/batches/quote", {"input_file_id": given_to(client, source, console), **wishes})
     if found["status"] == "queued":
         console.say(f"{found['id']} is being planned.")
     while found["status"] == "queued":
@@ -78,7 +76,7 @@ def _asked(client: Client, console: Console, source: Path, wishes: dict[str, Any
     return found
 
 
-def _show(found: dict[str, Any], console: Console, source: Path, flags: str, same: str) -> None:
+def _show(found: dict[str, Any], console: Console, source: Source, flags: str, same: str) -> None:
     is_quote = found["object"] == "quote"
     counts, usage, cost = found["request_counts"], found["usage"], found["cost"]
     rejected = f", {counts['rejected']:,} of them rejected" if counts.get("rejected") else ""

@@ -6,19 +6,25 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from batchsvc.cli import attach, merge, outcome, served, table_output
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
+from batchsvc.cli.exporting import wait_for_export
 from batchsvc.cli.follow import follow
-from batchsvc.cli.input_file import InputOptions, endpoint_of, model_to_serve
+from batchsvc.cli.input_file import InputOptions, Source, endpoint_of, model_to_serve
 from batchsvc.cli.options import AllowErrorsOption, ServerOptions, grouped
 from batchsvc.cli.prompt import Prompting, requests_of, schema_of
 from batchsvc.cli.target import Session, absolute_model
+from batchsvc.errors import InvalidRequestError
+from batchsvc.files.s3_uri import S3Uri, parse_prefix
 from batchsvc.stack.options import ALL, DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
 
 _TELL_BYTES = 32 * 1024 * 1024  # uploads above this say how far they are
 
@@ -72,12 +78,27 @@ class BatchOptions(LineOptions):
     quote: Annotated[
         str | None, typer.Option("--quote", metavar="ID", help="Run at the prices of this quote (quote_...).")
     ] = None
+    output_s3: Annotated[
+        str | None,
+        typer.Option("--output-s3", metavar="URI", help="Prefix in S3 that the results go to: s3://bucket/prefix."),
+    ] = None
+
+    @property
+    def prefix(self) -> str | None:
+        """The prefix in S3 as the server keeps it. Raises CommandError."""
+        if self.output_s3 is None:
+            return None
+        try:
+            return str(parse_prefix(self.output_s3, "--output-s3"))
+        except InvalidRequestError as error:
+            raise CommandError(error.message, Exit.USAGE) from error
 
     def extensions(self) -> dict[str, Any]:
         unusual: dict[str, Any] = {"priority": self.priority} if self.priority else {}
         unusual |= {"on_quota": self.on_quota} if self.on_quota != "wait" else {}
         unusual |= {} if self.max_cost is None else {"max_cost": self.max_cost}
         unusual |= {"quote_id": self.quote} if self.quote else {}
+        unusual |= {} if (prefix := self.prefix) is None else {"output_s3": prefix}
         return {**super().extensions(), **unusual}
 
 
@@ -91,7 +112,8 @@ def run(
             "-o",
             "--output",
             metavar="F",
-            help="Results: JSONL, or a table (.parquet, .csv). Default: FILE's name with .results.jsonl, here.",
+            help="Results: JSONL, or a table (.parquet, .csv). Default: FILE's name with .results.jsonl, here, "
+            "or with --output-s3 none.",
         ),
     ] = None,
     prompting: Prompting,
@@ -106,8 +128,9 @@ def run(
     """
     console, source = server.console, given.chosen()
     allowed_errors(allow_errors, 0)  # a wrong form is told before anything is paid for
-    goal = _Goal.of(source, output, prompting)
-    check_output(goal.path, source)
+    goal = _Goal.of(source, output, prompting, is_local=output is not None or wanted.prefix is None)
+    if goal.path is not None:
+        check_output(goal.path, source)
     target = server.target
     with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
         job = Job.of(requests, prompting, wanted, label=source)
@@ -115,15 +138,17 @@ def run(
         with server.opened(roles=ALL, purpose="run", model=needed) as session:
             batch: dict[str, Any] | None = None
             try:
-                batch = job.start(session, console, results=goal.path)
+                batch = job.start(session, console, goes_on=True, has_results=goal.has_results)
                 before, started = batch, time.monotonic()
                 batch = follow(session.client, batch, console, check=partial(served.check, session))
                 elapsed_s = time.monotonic() - started
                 if batch["status"] == "failed":
                     outcome.tell_problems(batch, console)
                 else:
-                    _fetch(session, batch, goal)
-                    outcome.summary(batch, console, results=str(goal.path), elapsed_s=elapsed_s, before=before)
+                    if goal.path is not None:
+                        _fetch(session, batch, goal, goal.path)
+                    batch = wait_for_export(session.client, batch, console)
+                    outcome.summary(batch, console, results=goal.shown(batch), elapsed_s=elapsed_s, before=before)
             except KeyboardInterrupt:
                 raise CommandError(_interrupted(session, batch, goal, needed), Exit.INTERRUPTED) from None
             console.result(batch)
@@ -132,32 +157,51 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """Where the results go, and, where they become a table, beside which rows."""
+    """Where the results go here, if they do, and whether as a table: beside which rows, if these are here, too."""
 
-    path: Path
-    table: Path | None
+    path: Path | None
+    is_table: bool
+    rows: Path | None
     prompting: Prompting
 
     @classmethod
-    def of(cls, source: Path, output: Path | None, prompting: Prompting) -> _Goal:
+    def of(cls, source: Source, output: Path | None, prompting: Prompting, *, is_local: bool) -> _Goal:
+        if str(output).startswith("s3:"):
+            raise CommandError(
+                "-o names a file here: results go to S3 with --output-s3 s3://bucket/prefix.", Exit.USAGE
+            )
         has_prompt = prompting.prompt is not None
-        path = output or (table_output.default_path(source) if has_prompt else Path(source.stem + ".results.jsonl"))
+        named = Path(source.name) if isinstance(source, S3Uri) else source
+        path = output or (table_output.default_path(named) if has_prompt else Path(named.stem + ".results.jsonl"))
         table_output.check_name(path)
         schema_of(prompting.schema)
         is_table = has_prompt or prompting.schema is not None or table_output.is_table(path)
-        return cls(path, source if is_table else None, prompting)
+        rows = source if is_table and isinstance(source, Path) else None
+        return cls(path if is_local else None, is_table, rows, prompting)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether what this run would write is there already."""
+        return self.path is None or self.path.exists()
 
     def flags(self) -> str:
         """What `batchsvc results` needs to write the same."""
-        return f" -o {self.path}" + (self.prompting.flags(self.table) if self.table else "")
+        if self.path is None:
+            return " -o FILE"
+        return f" -o {self.path}" + (self.prompting.flags(self.rows) if self.rows else "")
+
+    def shown(self, batch: dict[str, Any]) -> str:
+        """Where the results are."""
+        there = (batch.get("output_s3") or {}).get("manifest")
+        return " and ".join(str(place) for place in (self.path, there) if place)
 
 
-def _fetch(session: Session, batch: dict[str, Any], goal: _Goal) -> None:
+def _fetch(session: Session, batch: dict[str, Any], goal: _Goal, path: Path) -> None:
     try:
-        if goal.table is None:
-            merge.write_results(session.client, batch, goal.path)
+        if goal.is_table:
+            table_output.write_table(session.client, batch, path, source=goal.rows, schema=goal.prompting.schema)
         else:
-            table_output.write_table(session.client, batch, goal.path, source=goal.table, schema=goal.prompting.schema)
+            merge.write_results(session.client, batch, path)
     except CommandError as error:
         again = f"batchsvc results {batch['id']}{goal.flags()}{session.target.flags()}"
         raise CommandError(f"{error.message} The results are kept: `{again}`.", error.code) from error
@@ -167,33 +211,38 @@ def _fetch(session: Session, batch: dict[str, Any], goal: _Goal) -> None:
 class Job:
     """A file of requests and the batch that it is to become. `label` is what the user calls the input."""
 
-    requests: Path
+    requests: Source
     endpoint: str
     model: str | None
     wanted: BatchOptions
-    label: Path
+    label: Source
 
     @classmethod
-    def of(cls, requests: Path, prompting: Prompting, wanted: BatchOptions, *, label: Path) -> Job:
+    def of(cls, requests: Source, prompting: Prompting, wanted: BatchOptions, *, label: Source) -> Job:
         """Raises CommandError for an endpoint that the file contradicts."""
         endpoint = endpoint_of(requests, prompting.url)
         return cls(requests=requests, endpoint=endpoint, model=wanted.spelled_model, wanted=wanted, label=label)
 
-    def start(self, session: Session, console: Console, *, results: Path | None) -> dict[str, Any]:
-        """Upload and create the batch, or find the one to go on with. `results`: where this run would write, if it
-        does."""
+    def start(
+        self, session: Session, console: Console, *, goes_on: bool = False, has_results: bool = False
+    ) -> dict[str, Any]:
+        """Upload and create the batch, or, with `goes_on`, find the one to go on with. `has_results`: what this run
+        would write is there already."""
         if self.model:
             console.say(f"Every line runs on {self.model}: --model overrides the model that the file names.")
-        sha256, extensions = attach.sha256_of(self.requests), self.wanted.extensions()
-        if results is not None:
+        is_s3, extensions = isinstance(self.requests, S3Uri), self.wanted.extensions()
+        sha256 = None if isinstance(self.requests, S3Uri) else attach.sha256_of(self.requests)
+        if goes_on:
             wish = attach.Wish(
                 sha256=sha256,
+                uri=str(self.requests) if is_s3 else None,
                 name=self.wanted.name,
                 model=self.model,
                 endpoint=self.endpoint,
                 on_invalid=extensions["on_invalid"],
-                has_results=results.exists(),
+                has_results=has_results or is_s3,  # an object may have been replaced since: what has ended isn't it
                 quote_id=self.wanted.quote or None,
+                output_s3=self.wanted.prefix,
             )
             if found := attach.find(session.client, wish):
                 console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")
@@ -205,12 +254,14 @@ class Job:
                 raise CommandError(error.message, Exit.REFUSED) from error
             raise
 
-    def _create(self, session: Session, console: Console, sha256: str, extensions: dict[str, Any]) -> dict[str, Any]:
-        uploaded = session.client.upload(self.requests, upload_progress(console, self.requests.stat().st_size))
+    def _create(
+        self, session: Session, console: Console, sha256: str | None, extensions: dict[str, Any]
+    ) -> dict[str, Any]:
+        noted = {attach.URI_KEY: str(self.requests)} if sha256 is None else {attach.SHA_KEY: sha256}
         body: dict[str, Any] = {
-            "input_file_id": uploaded["id"],
+            "input_file_id": given_to(session.client, self.requests, console),
             "endpoint": self.endpoint,
-            "metadata": {attach.SHA_KEY: sha256} | ({attach.MODEL_KEY: self.model} if self.model else {}),
+            "metadata": noted | ({attach.MODEL_KEY: self.model} if self.model else {}),
             **extensions,
         }
         named = (("name", self.wanted.name), ("model", self.model))
@@ -219,11 +270,18 @@ class Job:
         return batch
 
 
-def check_output(path: Path, source: Path | None) -> None:
+def given_to(client: Client, requests: Source, console: Console) -> str:
+    """How a call names these requests: by the file that they were uploaded as, or where the server finds them."""
+    if isinstance(requests, S3Uri):
+        return str(requests)
+    return str(client.upload(requests, upload_progress(console, requests.stat().st_size))["id"])
+
+
+def check_output(path: Path, source: Source | None) -> None:
     """Sees that results can be written to `path` before anything is paid for."""
     if path.is_dir():
         raise CommandError(f"{path} is a directory: name a file with -o.", Exit.USAGE)
-    if source is not None and path.exists() and path.samefile(source):
+    if isinstance(source, Path) and path.exists() and path.samefile(source):
         raise CommandError(f"The results would overwrite the input {source}: name another file with -o.", Exit.USAGE)
     partial = merge.partial_of(path)
     try:

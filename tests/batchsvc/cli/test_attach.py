@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchsvc.cli.attach import MODEL_KEY, SHA_KEY, Wish, find
+from batchsvc.cli.attach import MODEL_KEY, SHA_KEY, URI_KEY, Wish, find
 from batchsvc.cli.exits import CommandError, Exit
 
 
@@ -74,3 +74,19 @@ def test_a_name_with_other_unfinished_input_is_refused() -> None:
         found(wish(name="n"), batch("batch_1", "in_progress", sha="other", name="n"))
     assert refused.value.code == Exit.USAGE
     assert found(wish(name="n"), batch("batch_1", "completed", sha="other", name="n")) is None
+
+
+def test_work_in_s3_is_known_by_its_addresses() -> None:
+    asked: dict[str, Any] = {"endpoint": "/v1/embeddings", "on_invalid": "fail", "name": None, "model": None}
+    here = Wish(**asked, sha256=None, uri="s3://b/in", output_s3="s3://b/out/", has_results=True)
+    made = {"id": "b1", "status": "in_progress", "name": None, "endpoint": "/v1/embeddings"}
+    made |= {"metadata": {URI_KEY: "s3://b/in"}, "output_s3": {"prefix": "s3://b/out/", "state": "pending"}}
+    assert found(here, made) == "b1"
+    for other in (
+        {"metadata": {URI_KEY: "s3://b/other"}},
+        {"metadata": {SHA_KEY: "a"}},
+        {"output_s3": None},
+        {"output_s3": {"prefix": "s3://b/other/"}},
+        {"status": "completed"},
+    ):
+        assert found(here, made | other) is None

@@ -79,9 +79,10 @@ class Settings(BaseSettings):
     fake_faults: str = Field(
         default="", description="how the fake engine misbehaves: oom:N, hang:N, nan:WORD, die:WORD, joined by ;"
     )
-    weight_format: Literal["auto", "int8", "bf16", "float32"] = Field(
+    weight_format: Literal["auto", "int8", "bf16", "float32", "w8a16", "w4a16"] = Field(
         default="auto",
-        description="weights in the engine; auto: int8 where it costs the model next to nothing, else bf16",
+        description="weights in the engine; auto: as a quantized model stores them (w4a16, w8a16), else int8 where "
+        "that costs the model next to nothing, else bf16",
     )
     kv_format: Literal["auto", "int8", "bf16", "float32"] = Field(
         default="auto", description="format of the KV cache; auto: int8 where weights are int8 by auto, else bf16"
@@ -100,6 +101,9 @@ class Settings(BaseSettings):
     port: int = Field(default=8080, ge=0, le=65535, description="port of the API")
 
     max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
+    max_inputs: int = Field(
+        default=10_000_000, ge=1, description="most texts that the lines of one batch of embeddings may have in all"
+    )
     max_input_bytes: int = Field(default=8_000_000_000, ge=1, description="most bytes of one uploaded file")
     max_inline_bytes: int = Field(
         default=33_554_432, ge=1_024, description="most bytes of a call that holds the requests of its batch"
@@ -178,7 +182,12 @@ class Settings(BaseSettings):
     hung_s: float = Field(
         default=60, gt=0, description="after this time without progress, an engine that has work counts as crashed"
     )
-    term_grace_s: float = Field(default=30, gt=0, description="time to drain after SIGTERM")
+    term_grace_s: float = Field(
+        default=30,
+        gt=0,
+        validation_alias=AliasChoices("BATCHSVC_TERM_GRACE_S", "BATCHSVC_TERM_GRACE"),
+        description="time to drain after SIGTERM",
+    )
     garbage_grace_s: float = Field(
         default=86_400, ge=0, description="age at which an orphan object or upload is deleted; more than two leases"
     )

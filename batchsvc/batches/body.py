@@ -90,11 +90,20 @@ def parse_chat(body: dict[str, Any]) -> ChatCall:
     )
 
 
-def fit(call: ChatCall, *, prompt_tokens: int, context_tokens: int, default_max_tokens: int) -> dict[str, Any]:
+def fit(
+    call: ChatCall,
+    *,
+    prompt_tokens: int,
+    context_tokens: int,
+    default_max_tokens: int,
+    vocab_size: int | None = None,
+) -> dict[str, Any]:
     """`call.params` with the `max_tokens` that the line runs with. Raises RequestError when it can't run.
 
     A `max_tokens` that is given is kept or refused; one that is missing takes what the context leaves.
     """
+    if vocab_size is not None:
+        sampling_body.check_bias(call.params, vocab_size)
     left = context_tokens - prompt_tokens
     if left < 1:
         raise RequestError(

@@ -59,6 +59,7 @@ class ChatLine:
             prompt_tokens=lengths[0],
             context_tokens=fitting.meta.context_tokens,
             default_max_tokens=fitting.default_max_tokens,
+            vocab_size=fitting.meta.vocab_size,
         )
 
 

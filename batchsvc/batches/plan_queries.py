@@ -72,6 +72,7 @@ class PlanClaim:
     num_lines: int
     num_problems: int
     num_listed: int
+    num_prompts: int = 0
     finished_windows: list[WindowObject]
     limits: dict[str, Any] | None = None  # settings that a quote has pinned,
     template_sha256: str | None = None  # and the chat template
@@ -121,6 +122,7 @@ class NewWindow:
     num_lines: int
     next_offset: int
     input_tokens: int
+    num_prompts: int = 0
     line_nos_key: str
     line_nos_sha256: str
     reserve_nanos: int
@@ -129,6 +131,7 @@ class NewWindow:
     rejected: RejectedPart | None = None
     problems: Sequence[Problem] = ()
     num_problems: int = 0
+    notes: Sequence[Problem] = ()
     keeps_lease: bool = False
 
 
@@ -164,6 +167,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         num_lines=sum(window.num_lines for window in windows),
         num_problems=batch.errors_total,
         num_listed=len(batch.errors or ()),
+        num_prompts=sum(window.num_prompts for window in windows),
         finished_windows=objects_of(windows),
         limits=batch.plan_limits,
         template_sha256=batch.template_sha256,
@@ -235,6 +239,7 @@ def add_window(session: Session, batch_id: str, epoch: int, no: int, window: New
             num_rejected=rejected.num_lines if rejected else 0,
             next_offset=window.next_offset,
             input_tokens=window.input_tokens,
+            num_prompts=window.num_prompts,
             line_nos_key=window.line_nos_key,
             line_nos_sha256=window.line_nos_sha256,
             reserve_nanos=window.reserve_nanos,
@@ -248,6 +253,8 @@ def add_window(session: Session, batch_id: str, epoch: int, no: int, window: New
     if window.num_problems:
         batch.errors = _listed(batch, window.problems, max_problems)
         batch.errors_total += window.num_problems
+    if window.notes:
+        batch.warnings = [*(batch.warnings or ()), *(note.as_json() for note in window.notes)][:max_problems]
     if not window.keeps_lease:
         batch.plan_lease_ms = 0
     return True
@@ -369,7 +376,7 @@ def start_over(session: Session, batch_id: str, epoch: int) -> bool:
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
         return False
-    batch.errors, batch.errors_total, batch.plan_lease_ms = None, 0, 0
+    batch.errors, batch.errors_total, batch.warnings, batch.plan_lease_ms = None, 0, None, 0
     _discard_plan(session, batch_id)
     return True
 

@@ -157,6 +157,7 @@ class _WindowPlanner:
             num_lines=len(draft.line_nos),
             next_offset=draft.next_offset,
             input_tokens=draft.input_tokens,
+            num_prompts=draft.num_prompts,
             line_nos_key=line_nos_key,
             line_nos_sha256=hashlib.sha256(line_nos).hexdigest(),
             reserve_nanos=reserve_nanos,
@@ -165,6 +166,7 @@ class _WindowPlanner:
             rejected=rejected,
             problems=draft.problems,
             num_problems=draft.num_problems,
+            notes=draft.notes,
             keeps_lease=draft.is_last,
         )
         failpoints.reach("window.stored")

@@ -182,6 +182,7 @@ class _QuotePlanner:
             last_line=draft.line_nos[-1],
             next_offset=draft.next_offset,
             num_lines=sample.num_lines if sample else len(draft.line_nos),
+            num_prompts=draft.num_prompts,
             ids=None if draft.is_last else self._write_ids(draft),
             template_sha256=template_sha256(self._text()) if draft.requests else None,
             figures=Figures() if sample else self._figures(draft.requests),

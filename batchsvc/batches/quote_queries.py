@@ -56,6 +56,7 @@ class QuotedWindow:
     last_line: int
     next_offset: int
     num_lines: int
+    num_prompts: int
     ids: WindowObject | None
     template_sha256: str | None
     figures: Figures
@@ -113,6 +114,7 @@ def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteC
         num_lines=row.num_lines,
         num_problems=row.errors_total,
         num_listed=len(row.errors or ()),
+        num_prompts=sum(window.get("num_prompts", 0) for window in row.windows),
         finished_windows=[WindowObject(key=window["key"], sha256=window["sha256"]) for window in row.windows],
         limits=row.plan_limits,
         template_sha256=row.template_sha256,
@@ -172,7 +174,7 @@ def add_window(
     if len(row.windows) > no:
         return True  # ours, as the epoch says: the answer to the commit was lost
     ids = window.ids
-    place = {"last_line": window.last_line, "next_offset": window.next_offset}
+    place = {"last_line": window.last_line, "next_offset": window.next_offset, "num_prompts": window.num_prompts}
     row.windows = [*row.windows, {**place, "key": ids.key if ids else "", "sha256": ids.sha256 if ids else ""}]
     row.num_lines += window.num_lines
     row.template_sha256 = window.template_sha256 or row.template_sha256

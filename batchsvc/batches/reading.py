@@ -235,6 +235,9 @@ def why_not(draft: WindowDraft, claim: PlanClaim, settings: Settings) -> Problem
     if draft.has_too_many:
         says = f"The file has more than {settings.max_lines} requests."
         return Problem(line=None, code="too_many_tasks", message=says, param="input_file_id")
+    if claim.endpoint == endpoints.EMBEDDINGS and claim.num_prompts + draft.num_prompts > settings.max_inputs:
+        says = f"The lines of the file have more than {settings.max_inputs} inputs in all: split it."
+        return Problem(line=None, code="too_many_inputs", message=says, param="input_file_id")
     if not draft.line_nos and claim.num_lines == 0:
         return Problem(line=None, code="empty_file", message="The file has no requests.", param="input_file_id")
     return None

@@ -71,6 +71,14 @@ def sampling_params(params: dict[str, Any], seed: int) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def check_bias(params: dict[str, Any], vocab_size: int) -> None:
+    """Raises RequestError for a bias of a token that the model doesn't have."""
+    for token, _ in params.get("logit_bias", ()):
+        if token >= vocab_size:
+            says = f"logit_bias names token {token}, which is outside of the model's vocabulary of {vocab_size}."
+            raise RequestError(says, code="invalid_value", param="logit_bias")
+
+
 def parse_max_tokens(body: dict[str, Any]) -> int | None:
     """The most tokens of an answer, by either of its two names; None: not given."""
     given = {

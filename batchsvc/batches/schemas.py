@@ -88,6 +88,7 @@ def batch_object(
         "object": "batch",
         "endpoint": row.endpoint,
         "errors": {"object": "list", "data": row.errors} if row.errors else None,
+        "warnings": {"object": "list", "data": row.warnings} if row.warnings else None,
         "input_file_id": row.input_file_id,
         "completion_window": row.completion_window,
         "status": status,

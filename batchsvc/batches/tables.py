@@ -59,6 +59,7 @@ class Batch(Base):
     ended_ms: Mapped[int | None] = mapped_column(BigInt)
     errors: Mapped[list[Any] | None] = mapped_column(Json)  # the first 1,000 problems, as the API shows them
     errors_total: Mapped[Count]
+    warnings: Mapped[list[Any] | None] = mapped_column(Json)  # what was passed over in lines: the first 1,000, likewise
 
     model_requested: Mapped[str | None] = mapped_column(String(255))  # the extension `model` of create
     model_id: Mapped[str | None] = mapped_column(String(255))  # what it resolved to, pinned by the planner
@@ -161,6 +162,7 @@ class Window(Base):
     num_rejected: Mapped[Count]
     next_offset: Mapped[Count]  # the byte of the plain file where the next window starts
     input_tokens: Mapped[Count]
+    num_prompts: Mapped[Count]  # of its requests
     line_nos_key: Mapped[str] = mapped_column(String(512), default="")  # object: line numbers and custom_ids
     line_nos_sha256: Mapped[str] = mapped_column(String(64), default="")
     is_damaged: Mapped[bool] = mapped_column(Boolean, default=False)  # an object of its plan has to be rebuilt

@@ -20,13 +20,14 @@ from batchsvc.batches.body import parse_chat
 from batchsvc.batches.endpoints import Call, Parsed
 from batchsvc.batches.line_prompt import Fitting, LinePrompt, tokenized
 from batchsvc.batches.part_file import PartLine, error_row
-from batchsvc.files.envelope import CheckedRecord
-from batchsvc.files.lines import Problem, UnreadableFileError
+from batchsvc.files.envelope import CheckedRecord, Line
+from batchsvc.files.lines import Problem, UnreadableFileError, shown
 from engine.errors import RequestError
 from engine.text import TextModel
 
 _TOKENIZE_LINES = 256
 _LONGEST_KEY = 512  # bytes
+_LONGEST_PARAM = 200
 _TOKENIZE_CHARS = 2_000_000
 
 
@@ -71,7 +72,9 @@ class WindowDraft:
     rejected: list[PartLine] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
+    notes: list[Problem] = field(default_factory=list)  # what was passed over in reading lines: the first ones
     input_tokens: int = 0
+    num_prompts: int = 0  # of the requests
     has_too_many: bool = False
     unreadable: Problem | None = None
     is_last: bool = False
@@ -162,6 +165,7 @@ class _Collector:
         if record.line is None or self._is_failing:
             return _Waiting(record)
         try:
+            _refuse_overflow(record.line)
             call = self._parse(record.line.body)
             return _Waiting(record, *endpoints.prepare(call, self._text_model()))
         except RequestError as error:
@@ -186,6 +190,8 @@ class _Collector:
             draft.line_nos.append(item.record.line_no)
             draft.custom_ids.append(item.record.custom_id)
             draft.next_offset = item.record.next_offset
+            if item.record.note is not None and len(draft.notes) < self._limits.max_problems:
+                draft.notes.append(item.record.note)
         if self._is_failing:
             draft.requests.clear()
             draft.chats.clear()
@@ -212,6 +218,7 @@ class _Collector:
             )
         )
         self._draft.input_tokens += len(prompt_ids)
+        self._draft.num_prompts += len(prompts)
         if self._draft.input_tokens <= self._keeps_chats and call.messages is not None:
             self._draft.chats.append(call.messages)
 
@@ -233,6 +240,13 @@ class _Collector:
             status=None if error is None else 400,
         )
         self._draft.rejected.append(PartLine(line_no=record.line_no, is_ok=False, row=row))
+
+
+def _refuse_overflow(line: Line) -> None:
+    """Raises RequestError for a number that no reader can hold, wherever in the body it stands."""
+    if line.overflow is not None:
+        says = f"{shown(line.overflow)} is a number that is too large to be read; the largest is about 1.8e308."
+        raise RequestError(says, code="invalid_value", param=line.overflow[:_LONGEST_PARAM])
 
 
 def fold_key(params: dict[str, Any]) -> bytes | None:

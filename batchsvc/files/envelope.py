@@ -22,22 +22,25 @@ MAX_CUSTOM_ID_CHARS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A request whose envelope is right."""
+    """A request whose envelope is right. `overflow` is the parameter whose number is too large to be one."""
 
     line_no: int
     custom_id: str
     body: dict[str, Any]
+    overflow: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRecord:
-    """A record after the check: a `line`, or the `problems` that it has. `custom_id` is null where it can't be read."""
+    """A record after the check: a `line`, or the `problems` that it has. `custom_id` is null where it can't be read;
+    `note` is the record's."""
 
     line_no: int
     next_offset: int
     custom_id: str | None
     line: Line | None = None
     problems: list[Problem] = field(default_factory=list)
+    note: Problem | None = None
 
 
 class SeenIds:
@@ -116,17 +119,18 @@ class EnvelopeCheck:
 
     def check(self, record: Record) -> CheckedRecord:
         """The line of a record, or everything that is wrong with it."""
+        line_no, next_offset, note = record.line_no, record.next_offset, record.note
         if record.problem is not None:
             return CheckedRecord(
-                line_no=record.line_no, next_offset=record.next_offset, custom_id=None, problems=[record.problem]
+                line_no=line_no, next_offset=next_offset, custom_id=None, problems=[record.problem], note=note
             )
         problems: list[Problem] = []
 
         def add(code: str, param: str, message: str) -> None:
-            problems.append(Problem(line=record.line_no, code=code, param=param, message=message))
+            problems.append(Problem(line=line_no, code=code, param=param, message=message))
 
         value = record.value
-        custom_id = self._custom_id(value, record.line_no, add)
+        custom_id = self._custom_id(value, line_no, add)
         self._method_and_url(value, add)
         body = value.get("body")
         if "body" not in value:
@@ -137,10 +141,11 @@ class EnvelopeCheck:
             self._model(body, add, can_settle=not problems)
         if problems or custom_id is None or not isinstance(body, dict):
             return CheckedRecord(
-                line_no=record.line_no, next_offset=record.next_offset, custom_id=custom_id, problems=problems
+                line_no=line_no, next_offset=next_offset, custom_id=custom_id, problems=problems, note=note
             )
-        line = Line(line_no=record.line_no, custom_id=custom_id, body=body)
-        return CheckedRecord(line_no=record.line_no, next_offset=record.next_offset, custom_id=custom_id, line=line)
+        overflow = record.overflow and record.overflow.removeprefix("body.")
+        line = Line(line_no=line_no, custom_id=custom_id, body=body, overflow=overflow)
+        return CheckedRecord(line_no=line_no, next_offset=next_offset, custom_id=custom_id, line=line, note=note)
 
     def _custom_id(self, value: dict[str, Any], line_no: int, add: Callable[[str, str, str], None]) -> str | None:
         custom_id = value.get("custom_id")

@@ -64,8 +64,10 @@ def kind_of(head: bytes, *, otherwise: Kind) -> Kind:
 
 
 def is_plain(head: bytes) -> bool:
-    """Whether a file in batch form can be read as it is: JSONL, not compressed."""
-    return packing_of(head) is None and kind_of(head, otherwise=Kind.JSONL) is Kind.JSONL
+    """Whether a file in batch form can be read as it is: JSONL, not compressed, and nothing that nobody here reads."""
+    if packing_of(head) is not None or why_foreign(head) is not None:
+        return False
+    return kind_of(head, otherwise=Kind.JSONL) is Kind.JSONL
 
 
 def why_foreign(head: bytes) -> str | None:

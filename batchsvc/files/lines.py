@@ -3,12 +3,15 @@
 Lines end at byte 0x0A and nowhere else; a carriage return before it and a byte-order mark at the start of a line are
 dropped. Blank lines are skipped, but line numbers stay physical. A line over the limit is never held in memory. What
 the usual parsers let pass (NaN, lone surrogates, duplicate keys, deep nesting) is refused here, because two readers of
-such a line may read two different requests.
+such a line may read two different requests. A number that is too large is no matter of JSON but of the field that it
+stands in: the line is read, and its record names the field.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +23,13 @@ MAX_DEPTH = 64
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r"
 _SHOWN_CHARS = 100
+_LARGEST = sys.float_info.max  # stands for a number that is larger, or as far below zero
+_NUMBER = r"-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][+-]?\d++)?"
+_STRING = (
+    r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'  # one without an end reaches to the end, so that none is looked at twice
+)
+_TOKENS = re.compile(f"{_STRING}|{_NUMBER}".encode(), re.DOTALL)
+_NUMBER_HERE = re.compile(_NUMBER, re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +49,16 @@ class Problem:
 class Record:
     """One non-blank line: `value` is its object, or {} when `problem` says why there is none.
 
-    `line_no` is 1-based; `next_offset` is the byte where the next line starts.
+    `line_no` is 1-based; `next_offset` is the byte where the next line starts. `note` says what was passed over in
+    reading it; `overflow` is where a number stands that is too large to be one.
     """
 
     line_no: int
     next_offset: int
     value: dict[str, Any]
     problem: Problem | None = None
+    note: Problem | None = None
+    overflow: str | None = None
 
 
 class UnreadableFileError(Exception):
@@ -63,6 +76,14 @@ class RawLine(NamedTuple):
     next_offset: int
     size: int
     data: bytes | None
+    has_mark: bool = False  # a byte-order mark was dropped
+
+
+class JsonObject(NamedTuple):
+    """A parsed object; `overflow` is the path of a number in it that is too large to be one."""
+
+    value: dict[str, Any]
+    overflow: str | None = None
 
 
 def jsonl_records(
@@ -78,11 +99,13 @@ def jsonl_records(
             )
             yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=problem)
             continue
-        value = parse_object(raw.data, line_no=raw.line_no, code="invalid_json_line", what="The line")
-        if isinstance(value, Problem):
-            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=value)
+        found = parse_object(raw.data, line_no=raw.line_no, code="invalid_json_line", what="The line")
+        note = _mark_note(raw.line_no) if raw.has_mark and raw.line_no > 1 else None
+        if isinstance(found, Problem):
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=found, note=note)
         else:
-            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value)
+            value, overflow = found
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, note=note, overflow=overflow)
 
 
 def split_lines(
@@ -113,7 +136,8 @@ def split_lines(
 
 def _raw_line(line_no: int, next_offset: int, size: int, data: bytes, max_line_bytes: int) -> Iterator[RawLine]:
     dropped = size - len(data)  # > 0 for a line that was cut
-    if data.startswith(_BOM):
+    has_mark = data.startswith(_BOM)
+    if has_mark:
         data = data[len(_BOM) :]
         size -= len(_BOM)
     if not dropped and data.endswith(b"\r"):
@@ -122,33 +146,65 @@ def _raw_line(line_no: int, next_offset: int, size: int, data: bytes, max_line_b
     if size > max_line_bytes:
         yield RawLine(line_no, next_offset, size, None)
     elif data.strip(_BLANK):
-        yield RawLine(line_no, next_offset, size, data)
+        yield RawLine(line_no, next_offset, size, data, has_mark)
 
 
-def parse_object(
-    data: bytes, *, line_no: int, code: str, what: str, param: str | None = None
-) -> dict[str, Any] | Problem:
+def _mark_note(line_no: int) -> Problem:
+    says = "The line begins with a byte-order mark, which was dropped: files that were joined have such lines."
+    return Problem(line=line_no, code="byte_order_mark", message=says)
+
+
+def parse_object(data: bytes, *, line_no: int, code: str, what: str, param: str | None = None) -> JsonObject | Problem:
     """The JSON object in `data`, read as strictly as two readers must agree; else a Problem (never an exception)."""
 
     def problem(message: str, code: str = code) -> Problem:
         return Problem(line=line_no, code=code, message=message, param=param)
 
+    has_overflow = False
     try:
-        value = orjson.loads(data)
+        try:
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            if not (has_overflow := _is_too_large(_NUMBER_HERE.match(error.doc, error.pos))):
+                raise
+            data = _TOKENS.sub(_with_largest, data)
+            value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         return problem(f"{what} is not valid JSON: {error.msg} (column {error.colno}).")
     if not isinstance(value, dict):
         return problem(f"{what} must be a JSON object, not {json_type(value)}.", "expected_object")
     if _is_deep(data, value):
         return problem(f"{what} is nested more than {MAX_DEPTH} levels deep.")
-    if _has_plain_keys(data, value):
-        return value
-    try:
-        # numbers as text: Python refuses integers of over 4,300 digits, and their values don't matter here
-        json.loads(data, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
-    except _DuplicateKeyError as error:
-        return problem(f"{what} has the key {shown(error.key)} twice in one object.")
-    return value
+    if not _has_plain_keys(data, value):
+        try:
+            # numbers as text: Python refuses integers of over 4,300 digits, and their values don't matter here
+            json.loads(data, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
+        except _DuplicateKeyError as error:
+            return problem(f"{what} has the key {shown(error.key)} twice in one object.")
+    return JsonObject(value, _path_of_largest(value) if has_overflow else None)
+
+
+def _is_too_large(number: re.Match[str] | re.Match[bytes] | None) -> bool:
+    return number is not None and abs(float(number[0])) > _LARGEST
+
+
+def _with_largest(token: re.Match[bytes]) -> bytes:
+    """A number or a string as it is; the largest number in place of one that no reader can hold."""
+    text = token[0]
+    if text.startswith(b'"') or not _is_too_large(token):
+        return text
+    return repr(-_LARGEST if text.startswith(b"-") else _LARGEST).encode()
+
+
+def _path_of_largest(value: Any, path: str = "") -> str | None:
+    """Where in a value the first such number stands, as `body.messages[0].x`."""
+    if isinstance(value, dict):
+        children = ((f"{path}.{name}" if path else name, child) for name, child in value.items())
+    elif isinstance(value, list):
+        children = ((f"{path}[{index}]", child) for index, child in enumerate(value))
+    else:
+        return path if isinstance(value, float) and abs(value) == _LARGEST else None
+    return next((found for at, child in children if (found := _path_of_largest(child, at)) is not None), None)
 
 
 class _DuplicateKeyError(Exception):

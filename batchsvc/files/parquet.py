@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchsvc.files.formats import BATCH_COLUMNS, twice_named
+from batchsvc.files.formats import BATCH_COLUMNS, MAX_COLUMNS, twice_named
 from batchsvc.files.lines import Problem
 from batchsvc.files.rows import problem_line, row_line, too_long
 from batchsvc.files.unpack import Meter, unreadable
@@ -36,6 +36,8 @@ class ParquetTable:
                 thrift_string_size_limit=_MAX_FOOTER_BYTES,
                 thrift_container_size_limit=_MAX_FOOTER_ITEMS,
             )
+            if self._file.metadata.num_columns > MAX_COLUMNS:
+                raise unreadable(f"The Parquet file has more than {MAX_COLUMNS} columns.")
             self.schema: pa.Schema = self._file.schema_arrow
         if (twice := twice_named(self.schema.names)) is not None:
             raise unreadable(f"The Parquet file has the column {twice[:100]!r} twice.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from batchsvc.files.lines import Problem, Record, parse_object, split_lines
+from batchsvc.files.lines import JsonObject, Problem, Record, parse_object, split_lines
 
 _ESCAPED = 6  # a byte of text becomes at most so many of JSON, as \u0000
 _FRAME_BYTES = 1024
@@ -44,17 +44,15 @@ def row_records(
     longest = _ESCAPED * max_line_bytes + _FRAME_BYTES
     for raw in split_lines(chunks, max_line_bytes=longest, first_line=first_row, offset=offset):
         assert raw.data is not None, "a longer row is a problem line"
-        value = _value(orjson.loads(raw.data), raw.line_no, endpoint)
-        problem = value if isinstance(value, Problem) else None
-        yield Record(
-            line_no=raw.line_no,
-            next_offset=raw.next_offset,
-            value={} if isinstance(value, Problem) else value,
-            problem=problem,
-        )
+        found = _value(orjson.loads(raw.data), raw.line_no, endpoint)
+        if isinstance(found, Problem):
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=found)
+        else:
+            value, overflow = found
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, overflow=overflow)
 
 
-def _value(found: dict[str, Any], row: int, endpoint: str) -> dict[str, Any] | Problem:
+def _value(found: dict[str, Any], row: int, endpoint: str) -> JsonObject | Problem:
     if "problem" in found:
         code, message, param = found["problem"]
         return Problem(line=row, code=code, message=message, param=param)
@@ -62,6 +60,8 @@ def _value(found: dict[str, Any], row: int, endpoint: str) -> dict[str, Any] | P
     if found["custom_id"] is not None:
         value["custom_id"] = found["custom_id"]
     if found["body"] is None:
-        return value
+        return JsonObject(value)
     body = parse_object(found["body"].encode(), line_no=row, code="invalid_json_line", what="body", param="body")
-    return body if isinstance(body, Problem) else {**value, "body": body}
+    if isinstance(body, Problem):
+        return body
+    return JsonObject({**value, "body": body.value}, body.overflow and f"body.{body.overflow}")

@@ -9,6 +9,8 @@ import gzip
 import io
 import json
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchsvc.files.lines import MAX_DEPTH, jsonl_records
-from tests.batchsvc.files.decoding import LIMITS, bomb, code_of, decode, decode_table, refusal
+from tests.batchsvc.files.decoding import LIMITS, MOST_BYTES, bomb, code_of, decode, decode_table, refusal
 
 MEGABYTE = b"\0" * (1 << 20)
 
@@ -109,6 +111,67 @@ def test_hostile_footers(footer: bytes) -> None:
     for reader in (decode, decode_table):
         problem = bomb(b"PAR1" + footer + b"PAR1", reader)
         assert problem.code == "invalid_file"
+
+
+def test_a_value_of_hundreds_of_megabytes_in_a_small_file() -> None:
+    """One page of one row: it can't be given out in smaller pieces, so it has to be refused before it is there."""
+    data = parquet(pa.table({"custom_id": ["a"], "body": ["x" * 160_000_000]}), compression="zstd")
+    assert len(data) < 100_000
+    assert bomb(data, decode).code == "invalid_file"
+
+
+def test_a_parquet_file_of_nothing_but_columns() -> None:
+    columns = [pa.array([1], pa.int8())] * 20_000
+    data = parquet(pa.Table.from_arrays(columns, [f"c{number}" for number in range(20_000)]), compression="none")
+    for reader in (decode, decode_table):
+        assert "more than 10000 columns" in bomb(data, reader).message
+
+
+READER = r"""
+import re, resource, sys
+from pathlib import Path
+
+import orjson
+
+from batchsvc.files.envelope import EnvelopeCheck, SeenIds
+from batchsvc.files.lines import jsonl_records
+
+resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+pieces = iter(lambda: sys.stdin.buffer.read(1 << 20), b"")
+check = EnvelopeCheck(endpoint="/", resolve=lambda _: None, seen=SeenIds())
+found = {}
+for record in check.check_all(jsonl_records(pieces, max_line_bytes=1 << 20)):
+    found.setdefault(record.problems[0].code, []).append(record.line_no)
+peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+print(orjson.dumps([found, peak]).decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([b'{"custom_id": "' + b"x" * 60_000_000 + b'"}'], "line_too_long"),
+        ([b"x" * 60_000_000], "line_too_long"),
+        ([b'{"' + b"k" * 10_000_000 + b'": 1}'] * 5, "line_too_long"),
+        ([b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"] * 50, "invalid_json_line"),
+        ([b'{"a":' * 100_000 + b"1" + b"}" * 100_000] * 20, "invalid_json_line"),
+        ([b"[" * 1_000_000] * 10, "invalid_json_line"),
+        ([b'{"a":[' + b"1e400," * 160_000 + b"1]}"], "missing_required_parameter"),
+        ([b'{"a":[' + b"{}," * 300_000 + b"{}]}"], "missing_required_parameter"),
+        ([b'{"a":1e400,"b":' + b'"\\' * 500_000] * 10, "invalid_json_line"),
+    ],
+    ids=["60 MB", "60 MB without an end", "10 MB keys", "arrays", "objects", "open", "numbers", "braces", "quotes"],
+)
+def test_plain_lines_that_are_hard_to_read(lines: list[bytes], code: str) -> None:
+    """Plain JSONL is read by the planner itself, line by line: here in a process of its own, with its limits."""
+    command = [sys.executable, "-P", "-c", READER]
+    ran = subprocess.run(command, input=b"\n".join([*lines, b"{}"]), capture_output=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()[-1000:]
+    found, peak = json.loads(ran.stdout)
+    numbers = list(range(1, len(lines) + 1))
+    assert found.pop(code)[: len(lines)] == numbers
+    assert found in ({}, {"missing_required_parameter": [len(lines) + 1]}), "the line behind is read"
+    assert peak < MOST_BYTES
 
 
 def test_a_line_of_60_megabytes_costs_that_line() -> None:

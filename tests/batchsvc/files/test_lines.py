@@ -107,8 +107,10 @@ def test_only_line_feed_ends_a_line() -> None:
         (b"{", "invalid_json_line"),
         (b'{"a":NaN}', "invalid_json_line"),
         (b'{"a":Infinity}', "invalid_json_line"),
-        (b'{"a":1e400}', "invalid_json_line"),
-        (b'{"a":' + b"9" * 900 + b"}", "invalid_json_line"),
+        (b'{"a":1e400,"b":NaN}', "invalid_json_line"),
+        (b'{"a":01e400}', "invalid_json_line"),
+        (b'{"a":1e400', "invalid_json_line"),
+        (b'{"a":1e400,"a":2}', "invalid_json_line"),
         (b'{"a":"\\ud800"}', "invalid_json_line"),
         (b'{"a":"\xff"}', "invalid_json_line"),
         (b'{"a":1} {"b":2}', "invalid_json_line"),
@@ -125,6 +127,31 @@ def test_what_is_no_strict_json_object_is_a_problem(line: bytes, code: str) -> N
     assert isinstance(record.problem, Problem)
     assert record.problem.code == code
     assert record.problem.message
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        (b'{"a":1e400}', "a"),
+        (b'{"a":-1e400,"b":1e400}', "a"),
+        (b'{"a":' + b"9" * 900 + b"}", "a"),
+        (b'{"x":{"1e400":"\\"1e400"},"b":[{},{"c\xc3\xa9":[1, 1.5E+999]}]}', "b[1].c\xe9[1]"),
+        (b'{"a":1e308,"b":1e-400,"c":"1e400"}', None),
+    ],
+)
+def test_a_number_that_is_too_large_is_named_where_it_stands(line: bytes, where: str | None) -> None:
+    """It is JSON, so the line is read; whoever reads the field refuses it."""
+    record = one(line)
+    assert (record.problem, record.overflow) == (None, where)
+    assert record.value.keys() == json.loads(line).keys()
+
+
+def test_a_mark_inside_of_a_file_is_noted() -> None:
+    first, second, third = read(b'\xef\xbb\xbf{"a":1}\n\xef\xbb\xbf{"b":2}\n{"c":3}')
+    assert (first.note, third.note) == (None, None)
+    assert second.note is not None and (second.note.line, second.note.code) == (2, "byte_order_mark")
+    (resumed,) = read(b'\xef\xbb\xbf{"b":2}', first_line=2, offset=9)
+    assert resumed == Record(line_no=2, next_offset=19, value={"b": 2}, note=second.note)
 
 
 def test_a_pretty_printed_object_is_one_problem_a_line() -> None:

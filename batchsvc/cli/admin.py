@@ -6,15 +6,12 @@ the API's own objects.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.target import select
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.launch import wait_until_usable
 
@@ -24,6 +21,7 @@ if TYPE_CHECKING:
     from batchsvc.batches.tables import Batch
     from batchsvc.billing.usage import Kind
     from batchsvc.cli.client import Client
+    from batchsvc.cli.options import AdminOptions
     from batchsvc.db.session import Database
 
 T = TypeVar("T")
@@ -48,10 +46,10 @@ class Admin(Protocol):
 
 
 @contextmanager
-def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *, from_env: bool) -> Iterator[Admin]:
+def opened_admin(server: AdminOptions) -> Iterator[Admin]:
     """The way to the service that the flags and the environment name."""
     by_http: Callable[[Client], Admin] = HttpAdmin
-    with opened_way(by_http, DatabaseAdmin, data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_way(by_http, DatabaseAdmin, server) as admin:
         yield admin
 
 
@@ -59,15 +57,11 @@ def opened_admin(data_dir: Path | None, url: str | None, api_key: str | None, *,
 def opened_way(
     by_http: Callable[[Client], T],
     by_database: Callable[[Database], T],
-    data_dir: Path | None,
-    url: str | None,
-    api_key: str | None,
-    *,
-    from_env: bool,
+    server: AdminOptions,
 ) -> Iterator[T]:
     """One of two twins: over a server, or over the service's own database."""
-    if from_env:
-        if data_dir is not None or url or api_key:
+    if server.from_env:
+        if server.data_dir is not None or server.url or server.api_key:
             raise CommandError("--from-env names a deployment of its own: leave the other flags out.", Exit.USAGE)
         from sqlalchemy.exc import DBAPIError
 
@@ -85,7 +79,7 @@ def opened_way(
         finally:
             database.dispose()
         return
-    target = select(data_dir, url, api_key, os.environ)
+    target = server.target
     if target.directory is not None:
         database = _database_of(target.directory)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -17,6 +16,7 @@ from batchsvc.cli.exits import CommandError
 if TYPE_CHECKING:
     from batchsvc.billing.invoice_api import Action
     from batchsvc.cli.client import Client
+    from batchsvc.cli.options import AdminOptions
     from batchsvc.db.session import Database
     from batchsvc.settings import Settings
 
@@ -36,12 +36,10 @@ class Books(Protocol):
     def statement(self, project: str, month: str) -> dict[str, Any]: ...
 
 
-def opened_books(
-    data_dir: Path | None, url: str | None, api_key: str | None, *, from_env: bool
-) -> AbstractContextManager[Books]:
+def opened_books(server: AdminOptions) -> AbstractContextManager[Books]:
     """The books of the service that the flags and the environment name."""
     by_http: Callable[[Client], Books] = HttpBooks
-    return opened_way(by_http, DatabaseBooks, data_dir, url, api_key, from_env=from_env)
+    return opened_way(by_http, DatabaseBooks, server)
 
 
 class HttpBooks:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from batchsvc.cli.books import opened_books
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, ProjectArgument, grouped
 from batchsvc.money import format_dollars
+
+if TYPE_CHECKING:
+    from batchsvc.billing.invoice_api import Action
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,14 +23,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")]
 InvoiceArgument = Annotated[str, typer.Argument(metavar="INVOICE", help="Its number, or the id of a draft.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stays with the invoice.")]
 _FORMATS = ("html", "pdf", "csv")
 
 
 @app.command()
+@grouped
 def party(
+    *,
     project: ProjectArgument,
     name: Annotated[str | None, typer.Option("--name", help="Name on the invoice; default: the project's.")] = None,
     address: Annotated[str | None, typer.Option("--address", help="Address; its lines are separated by ;")] = None,
@@ -43,14 +47,10 @@ def party(
     bill_to: Annotated[
         str | None, typer.Option("--bill-to", metavar="PROJECT", help="The project that pays; self for itself.")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Say to whom a project is billed, and on which terms; without options, show it."""
-    console = Console(as_json=as_json)
+    console = server.console
     given = {
         "name": name,
         "address": address,
@@ -64,125 +64,108 @@ def party(
         changes["tax_rate"] = None if tax_rate == "default" else tax_rate
     if bill_to is not None:
         changes["bill_to"] = None if bill_to == "self" else bill_to
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
+    with opened_books(server) as books:
         shown = books.party(project, changes)
     console.fields({field: "" if value is None else value for field, value in shown.items() if field != "object"})
     console.result(shown)
 
 
 @app.command()
+@grouped
 def draft(
+    *,
     project: ProjectArgument,
     month: Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in UTC.")],
     exchange_rate: Annotated[
         str | None,
         typer.Option("--exchange-rate", metavar="R", help="What a dollar is worth in the invoice's currency."),
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Add up a month. A draft has no number and may be made again."""
-    console = Console(as_json=as_json)
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
+    console = server.console
+    with opened_books(server) as books:
         made = books.draft({"project": project, "month": month, "exchange_rate": exchange_rate})
     _show(console, made)
     console.say(f"`batchsvc invoice issue {made['id']}` issues it.")
 
 
 @app.command()
+@grouped
 def issue(
     invoice: Annotated[str, typer.Argument(metavar="DRAFT", help="The draft's id (inv_...).")],
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Issue a draft under the next number; it never changes after that."""
-    _act("issue", invoice, {}, Console(as_json=as_json), data_dir, url, api_key, from_env)
+    _act(server, "issue", invoice, {})
 
 
 @app.command()
+@grouped
 def pay(
+    *,
     invoice: InvoiceArgument,
     reason: Annotated[
         str | None, typer.Option("--reason", metavar="TEXT", help="Such as the bank's reference.")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Book the payment of all that is owed on an invoice."""
-    _act("pay", invoice, {"reason": reason}, Console(as_json=as_json), data_dir, url, api_key, from_env)
+    _act(server, "pay", invoice, {"reason": reason})
 
 
 @app.command()
+@grouped
 def void(
     invoice: InvoiceArgument,
     reason: ReasonOption,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Take an unpaid invoice back as a whole; its month can be drafted again."""
-    _act("void", invoice, {"reason": reason}, Console(as_json=as_json), data_dir, url, api_key, from_env)
+    _act(server, "void", invoice, {"reason": reason})
 
 
 @app.command()
+@grouped
 def dispute(
     invoice: InvoiceArgument,
     reason: ReasonOption,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Note that an invoice is disputed; it can still be paid, credited or made void."""
-    _act("dispute", invoice, {"reason": reason}, Console(as_json=as_json), data_dir, url, api_key, from_env)
+    _act(server, "dispute", invoice, {"reason": reason})
 
 
 @app.command("credit-note")
+@grouped
 def credit_note(
+    *,
     invoice: InvoiceArgument,
     reason: ReasonOption,
     amount: Annotated[
         str | None, typer.Option("--amount", help="In the invoice's currency, tax included; default: all that is left.")
     ] = None,
     key: Annotated[str | None, typer.Option("--key", help="The same key again makes no second credit note.")] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Correct an issued invoice by a credit note with a number of its own."""
     body = {"reason": reason, "amount": amount, "key": key}
-    _act("credit_note", invoice, body, Console(as_json=as_json), data_dir, url, api_key, from_env)
+    _act(server, "credit_note", invoice, body)
 
 
 @app.command("list")
+@grouped
 def list_invoices(
+    *,
     project: Annotated[str | None, typer.Option("--project", metavar="P", help="Only those of this project.")] = None,
     month: Annotated[str | None, typer.Option("--month", metavar="YYYY-MM", help="Only those of this month.")] = None,
     status: Annotated[str | None, typer.Option("--status", help="draft, issued, paid, void or disputed.")] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """List invoices and credit notes, oldest first."""
-    console = Console(as_json=as_json)
+    console = server.console
     filters = {"project": project, "month": month, "status": status}
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
+    with opened_books(server) as books:
         page = books.listing({name: value for name, value in filters.items() if value is not None})
     console.result(page)
     rows = [
@@ -193,25 +176,23 @@ def list_invoices(
 
 
 @app.command()
+@grouped
 def show(
+    *,
     invoice: InvoiceArgument,
     form: Annotated[str | None, typer.Option("--format", help="Write it as html, pdf or csv.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; default: standard output.")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Show an invoice, or write it as a file; the CSV has a row for every part that it bills."""
-    console = Console(as_json=as_json)
+    console = server.console
     if output is not None and form is None:
         form = output.suffix.removeprefix(".").lower()
     if form is not None and form not in _FORMATS:
         raise CommandError(f"--format can't be {form!r}: it is html, pdf or csv.", Exit.USAGE)
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
+    with opened_books(server) as books:
         if form is None:
             _show(console, books.show(invoice))
             return
@@ -225,18 +206,9 @@ def show(
     console.say(f"Wrote {output}.")
 
 
-def _act(
-    action: Any,
-    invoice: str,
-    body: dict[str, Any],
-    console: Console,
-    data_dir: Path | None,
-    url: str | None,
-    api_key: str | None,
-    from_env: bool,
-) -> None:
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
-        _show(console, books.act(invoice, action, body))
+def _act(server: AdminOptions, action: Action, invoice: str, body: dict[str, Any]) -> None:
+    with opened_books(server) as books:
+        _show(server.console, books.act(invoice, action, body))
 
 
 def _show(console: Console, row: dict[str, Any]) -> None:

@@ -7,45 +7,39 @@ from typing import Annotated
 import typer
 
 from batchsvc.cli.admin import opened_admin
-from batchsvc.cli.console import Console
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, grouped
 from batchsvc.cli.outcome import local_time
 
 app = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.", rich_markup_mode=None)
 
 
 @app.command()
+@grouped
 def create(
+    *,
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the key is for.")],
     project: Annotated[
         str | None, typer.Option("--project", metavar="P", help="Its project (a name is made on first use).")
     ] = None,
     is_admin: Annotated[bool, typer.Option("--admin", help="A key that may also manage keys and models.")] = False,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Make a key. Its text is shown this once; the service keeps a hash."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         made = admin.create_key(name, project, is_admin=is_admin)
     console.out(made["key"])
     console.result(made)
 
 
 @app.command("list")
+@grouped
 def list_keys(
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """List keys, without their texts."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         page = admin.list_keys()
     console.result(page)
     rows = [
@@ -61,17 +55,14 @@ def list_keys(
 
 
 @app.command()
+@grouped
 def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, from `keys list`.")],
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """End a key at once."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         ended = admin.revoke_key(key_id)
     console.out(f"{ended['id']} ({ended['name']}) is revoked.")
     console.result(ended)

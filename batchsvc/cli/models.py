@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, JsonOption, ServerOptions, grouped
 from batchsvc.cli.quantize import quantize
 from batchsvc.cli.size import size
-from batchsvc.cli.target import absolute_model, opened, select
+from batchsvc.cli.target import absolute_model
 from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
@@ -22,15 +21,13 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, o
 
 
 @app.command("list")
+@grouped
 def list_models(
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    as_json: JsonOption = False,
+    server: ServerOptions,
 ) -> None:
     """List models and aliases."""
-    console = Console(as_json=as_json)
-    with opened(select(data_dir, url, api_key, os.environ), console, roles=READING, purpose="models list") as session:
+    console = server.console
+    with server.opened(roles=READING, purpose="models list") as session:
         page = session.client.models()
     console.result(page)
     rows = [
@@ -52,14 +49,12 @@ def pull(name: NameArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> Non
 
 
 @app.command()
+@grouped
 def add(
+    *,
     model: NameArgument,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Its name (default: as given).")] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Register a model, so that batches may name it.
 
@@ -67,31 +62,28 @@ def add(
     """
     from batchsvc.stack.prepare import located
 
-    console = Console(as_json=as_json)
+    console = server.console
     spelled = absolute_model(model)
     found = located(spelled, console.say)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_admin(server) as admin:
         added = admin.add_model(found.registration(name or spelled))
     console.out(f"{added['id']} is {found.path}.")
     console.result(added)
 
 
 @app.command()
+@grouped
 def alias(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name that files use.")],
     target: Annotated[str, typer.Argument(metavar="MODEL", help="The model that it means.")],
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Let NAME mean MODEL in batches that are created from now on."""
     from batchsvc.stack.prepare import located
 
-    console = Console(as_json=as_json)
+    console = server.console
     spelled = absolute_model(target)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_admin(server) as admin:
         try:
             made = admin.alias(name, spelled)
         except NotFoundError:  # in a fresh data directory nothing is registered yet; a shipped model is fine

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from batchsvc.billing.ledger import Movement
     from batchsvc.cli.client import Client
+    from batchsvc.cli.options import AdminOptions
     from batchsvc.db.session import Database
 
     B = TypeVar("B", bound=BaseModel)
@@ -33,12 +33,10 @@ class Money(Protocol):
     def post(self, kind: Movement, project: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
-def opened_money(
-    data_dir: Path | None, url: str | None, api_key: str | None, *, from_env: bool
-) -> AbstractContextManager[Money]:
+def opened_money(server: AdminOptions) -> AbstractContextManager[Money]:
     """The money of the service that the flags and the environment name."""
     by_http: Callable[[Client], Money] = HttpMoney
-    return opened_way(by_http, DatabaseMoney, data_dir, url, api_key, from_env=from_env)
+    return opened_way(by_http, DatabaseMoney, server)
 
 
 class HttpMoney:

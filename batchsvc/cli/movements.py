@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from batchsvc.cli.console import Console
 from batchsvc.cli.money import opened_money
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, ProjectArgument, grouped
 from batchsvc.money import format_dollars
 
 if TYPE_CHECKING:
     from batchsvc.billing.ledger import Movement
 
-ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")]
 AmountArgument = Annotated[str, typer.Argument(metavar="DOLLARS", help="The amount, such as 12.50.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the ledger for ever.")]
 OnceOption = Annotated[
@@ -24,85 +21,65 @@ OnceOption = Annotated[
 ForBatchOption = Annotated[str | None, typer.Option("--batch", metavar="BATCH", help="The batch that it is for.")]
 
 
+@grouped
 def topup(
     project: ProjectArgument,
     amount: AmountArgument,
     reason: ReasonOption,
     key: OnceOption,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Add money that a prepaid project may spend."""
     body = {"amount": amount, "reason": reason, "key": key}
-    _post("topup", project, body, data_dir, url, api_key, from_env=from_env, as_json=as_json)
+    _post(server, "topup", project, body)
 
 
+@grouped
 def payment(
     project: ProjectArgument,
     amount: AmountArgument,
     reason: ReasonOption,
     key: OnceOption,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Note that money came for what was invoiced."""
     body = {"amount": amount, "reason": reason, "key": key}
-    _post("payment", project, body, data_dir, url, api_key, from_env=from_env, as_json=as_json)
+    _post(server, "payment", project, body)
 
 
+@grouped
 def refund(
+    *,
     project: ProjectArgument,
     amount: AmountArgument,
     reason: ReasonOption,
     key: OnceOption,
     batch_id: ForBatchOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Take a charge back: never more than was charged, less earlier refunds."""
     body = {"amount": amount, "reason": reason, "key": key, "batch_id": batch_id}
-    _post("refund", project, body, data_dir, url, api_key, from_env=from_env, as_json=as_json)
+    _post(server, "refund", project, body)
 
 
+@grouped
 def credit(
+    *,
     project: ProjectArgument,
     amount: AmountArgument,
     reason: ReasonOption,
     key: OnceOption,
     batch_id: ForBatchOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Give a project money without a charge behind it."""
     body = {"amount": amount, "reason": reason, "key": key, "batch_id": batch_id}
-    _post("credit", project, body, data_dir, url, api_key, from_env=from_env, as_json=as_json)
+    _post(server, "credit", project, body)
 
 
-def _post(
-    kind: Movement,
-    project: str,
-    body: dict[str, Any],
-    data_dir: Path | None,
-    url: str | None,
-    api_key: str | None,
-    *,
-    from_env: bool,
-    as_json: bool,
-) -> None:
-    console = Console(as_json=as_json)
-    with opened_money(data_dir, url, api_key, from_env=from_env) as money:
+def _post(server: AdminOptions, kind: Movement, project: str, body: dict[str, Any]) -> None:
+    console = server.console
+    with opened_money(server) as money:
         made = money.post(kind, project, body)
     names = f" It corrects {made['corrects']}." if made.get("corrects") else ""
     was = "" if made["is_new"] else " It was posted before, and this call changed nothing."

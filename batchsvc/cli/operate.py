@@ -7,25 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from batchsvc.cli.admin import opened_admin
-from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import BatchArgument, DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, BatchArgument, ProjectArgument, grouped
 from batchsvc.money import format_dollars, parse_dollars
 
 app = typer.Typer(no_args_is_help=True, help="Projects, their stores, and paused batches.", rich_markup_mode=None)
 
 
 @app.command()
+@grouped
 def projects(
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """List projects with their weights, token quotas and limits."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         page = admin.list_projects()
     console.result(page)
     rows = [
@@ -36,8 +32,10 @@ def projects(
 
 
 @app.command()
+@grouped
 def project(
-    name: Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")],
+    *,
+    name: ProjectArgument,
     weight: Annotated[
         int | None, typer.Option("--weight", min=1, max=1000, help="Its share of the workers, next to other weights.")
     ] = None,
@@ -58,14 +56,10 @@ def project(
             "--alert", metavar="LIST", help="Percent of a limit to be told of by webhook, such as 50,80,100; or none."
         ),
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Change the weight, the token quota or the limits of a project. Batches that run keep to a new limit soon."""
-    console = Console(as_json=as_json)
+    console = server.console
     changes: dict[str, Any] = {} if weight is None else {"weight": weight}
     if quota is not None:
         changes["quota_tokens"] = _parsed_quota(quota)
@@ -79,7 +73,7 @@ def project(
         raise CommandError(
             "Name what to change: --weight, --quota, --budget, --prepaid, --postpaid or --alert.", Exit.USAGE
         )
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_admin(server) as admin:
         row = admin.change_project(name, changes)
     limits = f"monthly budget {_budget_text(row)}{', prepaid' if row['is_prepaid'] else ''}"
     console.out(f"{row['id']} ({row['name']}) has weight {row['weight']} and quota {_quota_text(row)}; {limits}.")
@@ -87,34 +81,28 @@ def project(
 
 
 @app.command()
+@grouped
 def pause(
     batch_id: BatchArgument,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Let no more of a batch run until it is resumed; its deadline stays."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         batch = admin.pause(batch_id)
     console.out(f"{batch['id']} is paused: `batchsvc admin resume {batch['id']}` lets it run on.")
     console.result(batch)
 
 
 @app.command()
+@grouped
 def resume(
     batch_id: BatchArgument,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Let a batch run on that was paused, by an operator or because engines crashed with it."""
-    console = Console(as_json=as_json)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    console = server.console
+    with opened_admin(server) as admin:
         batch = admin.resume(batch_id)
     console.out(f"{batch['id']} is {batch['status']} and not paused.")
     console.result(batch)

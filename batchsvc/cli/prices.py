@@ -11,7 +11,7 @@ import typer
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.money import opened_money
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, grouped
 from batchsvc.cli.outcome import local_time
 from batchsvc.money import format_dollars, parse_dollars
 
@@ -24,36 +24,32 @@ _PRICE = "Dollars per million tokens, such as 0.02."
 
 
 @app.command("import")
+@grouped
 def import_prices(
+    *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help='JSON: {"models": {MODEL: {TIER: {KIND: nanos}}}}.')],
     from_text: FromOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Add a whole price book as a new version, in nano-dollars per million tokens."""
-    console = Console(as_json=as_json)
+    console = server.console
     body = {**_read(file), **({"from": from_text} if from_text else {})}
-    with opened_money(data_dir, url, api_key, from_env=from_env) as money:
+    with opened_money(server) as money:
         _tell(console, money.import_prices(body))
 
 
 @app.command("list")
+@grouped
 def list_prices(
+    *,
     version: Annotated[
         int | None, typer.Option("--version", metavar="N", help="This version (default: the one in force).")
     ] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """List the versions of the price book, and the prices of one of them."""
-    console = Console(as_json=as_json)
-    with opened_money(data_dir, url, api_key, from_env=from_env) as money:
+    console = server.console
+    with opened_money(server) as money:
         page = money.versions()
         book = money.book("current" if version is None else str(version))
     console.result({**book, "versions": page["data"]})
@@ -76,21 +72,19 @@ def list_prices(
 
 
 @app.command("set")
+@grouped
 def set_price(
+    *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or default for those without prices.")],
     tier: Annotated[str, typer.Argument(metavar="TIER", help="standard, or batch_24h for the window 24h, and so on.")],
     input_price: Annotated[str, typer.Option("--input", metavar="P", help=_PRICE)],
     cached_price: Annotated[str, typer.Option("--cached-input", metavar="P", help=_PRICE)],
     output_price: Annotated[str, typer.Option("--output", metavar="P", help=_PRICE)],
     from_text: FromOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Change one row: a new version that is otherwise the book in force. Batches keep the prices they began with."""
-    console = Console(as_json=as_json)
+    console = server.console
     body: dict[str, Any] = {"model": model, "tier": tier, **({"from": from_text} if from_text else {})}
     for kind, text in (("input", input_price), ("cached_input", cached_price), ("output", output_price)):
         nanos = parse_dollars(text)
@@ -101,7 +95,7 @@ def set_price(
                 Exit.USAGE,
             )
         body[kind] = nanos
-    with opened_money(data_dir, url, api_key, from_env=from_env) as money:
+    with opened_money(server) as money:
         _tell(console, money.set_price(body))
 
 

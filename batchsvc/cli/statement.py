@@ -7,25 +7,20 @@ from typing import Annotated
 import typer
 
 from batchsvc.cli.books import opened_books
-from batchsvc.cli.console import Console
-from batchsvc.cli.invoice import ProjectArgument
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, ProjectArgument, grouped
 from batchsvc.cli.outcome import local_time
 from batchsvc.money import format_dollars
 
 
+@grouped
 def statement(
     project: ProjectArgument,
     month: Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in UTC.")],
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Show a project's balance at the start of a month, all that moved it, and the balance at its end."""
-    console = Console(as_json=as_json)
-    with opened_books(data_dir, url, api_key, from_env=from_env) as books:
+    console = server.console
+    with opened_books(server) as books:
         found = books.statement(project, month)
     rows = [
         {

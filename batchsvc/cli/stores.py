@@ -13,7 +13,7 @@ import typer
 
 from batchsvc.cli.admin import opened_way
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import AdminOptions, grouped
+from batchsvc.cli.options import AdminOptions, ProjectArgument, grouped
 
 if TYPE_CHECKING:
     from batchsvc.cli.client import Client
@@ -29,7 +29,7 @@ app = typer.Typer(
 @grouped
 def add(
     *,
-    project: Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")],
+    project: ProjectArgument,
     uri: Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix: what it may reach.")],
     access_key: Annotated[str, typer.Option("--access-key", metavar="KEY", help="Access key of the project's own.")],
     secret_file: Annotated[
@@ -138,7 +138,7 @@ def _opened(server: AdminOptions) -> AbstractContextManager[Stores]:
         return DatabaseStores(database, _own(server))
 
     by_http: Callable[[Client], Stores] = HttpStores
-    return opened_way(by_http, by_database, server.data_dir, server.url, server.api_key, from_env=server.from_env)
+    return opened_way(by_http, by_database, server)
 
 
 def _own(server: AdminOptions) -> OwnStore:

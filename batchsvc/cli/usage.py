@@ -13,7 +13,7 @@ from batchsvc.billing.usage import WIDTHS, Kind
 from batchsvc.cli.admin import Admin, opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption, KeyOption, UrlOption
+from batchsvc.cli.options import AdminOptions, grouped
 from batchsvc.cli.report import (
     GROUPS,
     api_groups,
@@ -48,7 +48,9 @@ FocusOption = Annotated[
 SellerOption = Annotated[str, typer.Option("--seller", metavar="NAME", help="Who sells, in the FOCUS file.")]
 
 
+@grouped
 def usage(
+    *,
     by: Annotated[
         str, typer.Option("--by", metavar="WORDS", help="day, model, project, key, batch, tier, metadata.KEY.")
     ] = "model",
@@ -57,23 +59,21 @@ def usage(
     last: ToOption = None,
     csv_file: CsvOption = None,
     parquet_file: ParquetOption = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Show requests and tokens, for the admin key: by model, day, project, key, batch or metadata."""
-    console = Console(as_json=as_json)
+    console = server.console
     words = parsed_by(by, ["day", *(word for word in GROUPS if word != "item")])
     days = _days(month, first, last)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_admin(server) as admin:
         groups = api_groups(words)
         page = _merged([_all_buckets(admin, kind, days, groups) for kind in (Kind.COMPLETIONS, Kind.EMBEDDINGS)])
     _show(console, page, words, days, _USAGE, "cost_nanos", csv_file, parquet_file)
 
 
+@grouped
 def costs(
+    *,
     by: Annotated[
         str, typer.Option("--by", metavar="WORDS", help="day, model, project, key, batch, tier, item, metadata.KEY.")
     ] = "model",
@@ -84,17 +84,13 @@ def costs(
     parquet_file: ParquetOption = None,
     focus_file: FocusOption = None,
     seller: SellerOption = "batchsvc",
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    api_key: KeyOption = None,
-    from_env: FromEnvOption = False,
-    as_json: JsonOption = False,
+    server: AdminOptions,
 ) -> None:
     """Show what was charged, for the admin key; `--by item` takes it apart by kind of token."""
-    console = Console(as_json=as_json)
+    console = server.console
     words = parsed_by(by, ["day", *GROUPS])
     days = _days(month, first, last)
-    with opened_admin(data_dir, url, api_key, from_env=from_env) as admin:
+    with opened_admin(server) as admin:
         if focus_file is not None:
             charges = focus.charges(
                 _all_buckets(admin, Kind.COSTS, days, focus.GROUPS)["data"],
@@ -103,7 +99,7 @@ def costs(
                 keys={row["id"]: row["name"] for row in admin.list_keys()["data"]},
             )
             write_csv(focus_file, focus.COLUMNS, charges, console)
-            if not (as_json or csv_file or parquet_file):
+            if not (console.as_json or csv_file or parquet_file):
                 return
         page = _all_buckets(admin, Kind.COSTS, days, api_groups(words))
     _show(console, page, words, days, _COSTS, "amount_nanos", csv_file, parquet_file)

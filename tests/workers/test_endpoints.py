@@ -114,6 +114,8 @@ def test_every_endpoint_from_upload_to_bill(door: Quoting, tiny: tuple[Path, str
         rows = world.result(batch_id, "output")
         found[url] = [row["response"]["body"] for row in rows]
         assert [row["custom_id"] for row in rows] == ["c1", "c2", "c3"]
+        named = f"fp_{planned.text.meta.digest[:12]}_float32_float32_cpu"
+        assert {body["system_fingerprint"] for body in found[url]} == {named}, "whatever the endpoint"
         (rejected,) = world.result(batch_id, "error")
         assert (rejected["custom_id"], rejected["response"]["status_code"]) == ("c4", 400)
         assert sum(body["usage"]["cost_nanos"] for body in found[url]) == world.batch(batch_id).cost_nanos > 0

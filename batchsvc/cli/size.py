@@ -185,6 +185,7 @@ def _document(answer: Answer) -> dict[str, Any]:
         "concurrency": workload.concurrency,
         "weight_format": str(workload.weights),
         "kv_format": str(workload.kv),
+        "stored_bytes": answer.shape.stored_bytes,
         "weight_bytes": needs.weights.values,
         "weight_scale_bytes": needs.weights.scales,
         "kv_bytes": needs.kv.values,
@@ -223,13 +224,15 @@ def _document(answer: Answer) -> dict[str, Any]:
 def _text(answer: Answer) -> str:
     shape, workload, needs, card = answer.shape, answer.workload, answer.needs, answer.card
     one = needs.kv.total // workload.concurrency
+    is_other = shape.stored_bytes is not None and not workload.weights.is_stored
+    stored = f", {_gb(shape.stored_bytes or 0)} as its files have them" if is_other else ""
     head = (
         f"{answer.name}: {shape.num_parameters / 1e9:,.4g} billion parameters, {shape.num_layers:,} layers, "
         f"{shape.num_kv_heads:,} KV heads of {shape.head_dim:,}\n"
         f"{workload.concurrency:,} sequence{'s' * (workload.concurrency > 1)} of {workload.context_tokens:,} tokens"
     )
     rows = [
-        ("weights", _gb(needs.weights.total), f"{workload.weights}{_scales(needs.weights.scales)}"),
+        ("weights", _gb(needs.weights.total), f"{workload.weights}{_scales(needs.weights.scales)}{stored}"),
         ("KV", _gb(needs.kv.total), f"{workload.kv}{_scales(needs.kv.scales)}, {_gb(one)} a sequence"),
         ("total", _gb(needs.total_bytes), ""),
         ("workspace", _gb(needs.workspace_bytes), "at most, on each card beside its share of the total"),

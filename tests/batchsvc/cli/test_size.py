@@ -74,6 +74,17 @@ def test_any_configuration_is_answered_as_json(
     assert small["total_bytes"] < found["total_bytes"]
 
 
+def test_weights_in_files_are_told_and_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    (config / "model.safetensors").write_bytes(bytes(123_456_000))
+    assert run(monkeypatch, "--model", str(config)) == 0
+    assert "0.291 GB  bf16, 0.123 GB as its files have them" in capsys.readouterr().out
+    assert run(monkeypatch, "--model", str(config), "--weights", "stored", "--json") == 0
+    found = document(capsys)
+    assert found["stored_bytes"] == found["weight_bytes"] == 123_456_000
+
+
 def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, *TEXTBOOK, "--cards", "1", "--weights", "8", "--context", "8k", "--json") == 1
     told = capsys.readouterr()

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import ModelError
 from engine.load import fetch
-from engine.load.fetch import KnownModel, locate
+from engine.load.fetch import KnownModel, locate, locate_shape
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -107,3 +107,18 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError, match="hf:nobody/nothing can't be fetched") as caught:
         locate("hf:nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_a_shape_needs_no_weights_of_a_hub_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub's own cache, in which a configuration lies alone."""
+    repository = tmp_path / "models--someone--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (repository / "snapshots" / ("a" * 40) / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert (locate_shape("hf:someone/model") / "config.json").read_text() == "{}"
+    assert locate_shape(str(repository)) == repository
+    with pytest.raises(ModelError, match="hf:nobody/nothing can't be fetched"):
+        locate_shape("hf:nobody/nothing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -50,6 +50,35 @@ def mask(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for index, row in enumerate(rows):
         if row.masked_ids and row.allowed is None:
             logits[index, list(row.masked_ids)] = _NEVER
+
+
+def few_allowed(rows: Sequence[SampleRow], vocab_size: int, most: int) -> dict[int, list[int]]:
+    """By row, the tokens of those whose grammar allows `most` at most; in order."""
+    formed = [index for index, row in enumerate(rows) if row.allowed is not None]
+    if not formed:
+        return {}
+    bits = packed([rows[index] for index in formed], vocab_size).view(np.uint32)
+    counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
+    few = np.flatnonzero(counts <= most)
+    if not few.size:
+        return {}
+    owners, words = np.nonzero(bits[few])
+    lanes = np.unpackbits(bits[few][owners, words].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    places, lane = np.nonzero(lanes)
+    tokens = np.split(words[places] * 32 + lane, np.cumsum(counts[few])[:-1])
+    return {formed[index]: mine.tolist() for index, mine in zip(few.tolist(), tokens, strict=True)}
+
+
+def gathered(logits: Tensor, tokens: Mapping[int, Sequence[int]], width: int) -> Tensor:
+    """Of each row the logits of its tokens, [len(tokens), width]; -inf behind them."""
+    at = torch.zeros(len(tokens), width, dtype=torch.int64)
+    is_none = torch.ones(len(tokens), width, dtype=torch.bool)
+    for row, mine in enumerate(tokens.values()):
+        at[row, : len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        is_none[row, : len(mine)] = False
+    rows = torch.tensor(list(tokens))[:, None]
+    found = logits[rows.to(logits.device), at.to(logits.device)]
+    return found.masked_fill_(is_none.to(logits.device), _NEVER)
 
 
 def _all_but(token_ids: Sequence[int]) -> tuple[list[int], NDArray[np.int32]]:

@@ -4,6 +4,7 @@
    go on.
 2. Bias and penalties change the logits (penalties.py). Tokens that a grammar doesn't allow, and those that may not come
    yet (ends of answer before `min_tokens`), are masked. A grammar that allows nothing else than such an end has it.
+   Rows of a grammar that allows few tokens go on with these alone.
 3. Greedy rows take the largest logit (a runner may do that in the head, without logits).
 4. Others: logits / temperature, those with at least `min_p` of the largest probability, of these the `top_k` largest,
    of these the fewest that hold `top_p` of their mass, then the inverse of their cumulative distribution at one uniform
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sample.masks import mask
+from engine.sample.masks import few_allowed, gathered, mask
 from engine.sample.penalties import adjust
 from engine.sample.row import SampleRow, row_sums, takes_largest
 
@@ -30,6 +31,10 @@ __all__ = ["SampleRow", "sample"]
 NARROW = 1024
 """Candidates looked at first: sorting a whole vocabulary costs 20 times more and is rarely needed."""
 
+_LEAST = -700.0
+_NO_MASS = 1e-290
+"""Exponentials below the first are many times slower, so it stands for all of these; its mass counts for none."""
+
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
     """logits [R, vocab] float32 (modified) -> one id a row; None where the row holds a NaN or an infinity, and where no
@@ -37,7 +42,24 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
     assert len(logits) == len(rows), "one SampleRow for each row of logits"
     is_finite = logits.sum(dim=-1).isfinite()
     adjust(logits, rows)
-    mask(logits, rows)
+    ids: list[int | None] = [None] * len(rows)
+    few = few_allowed(rows, logits.shape[-1], NARROW)
+    if few:
+        indices = list(few)
+        narrow = gathered(logits, few, min(NARROW, logits.shape[-1]))
+        for i, place in zip(indices, _pick(narrow, is_finite[indices], [rows[i] for i in indices]), strict=True):
+            ids[i] = None if place is None else few[i][place]
+    rest = [i for i in range(len(rows)) if i not in few]
+    if rest:
+        wide, mine = logits[rest] if few else logits, [rows[i] for i in rest]
+        mask(wide, mine)
+        for i, token in zip(rest, _pick(wide, is_finite[rest], mine), strict=True):
+            ids[i] = token
+    return ids
+
+
+def _pick(logits: Tensor, is_finite: Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+    """Steps 3 and 4, for logits of which those that may not come are -inf."""
     likeliest = logits.argmax(dim=-1, keepdim=True)
     is_sound = (is_finite & (logits.gather(1, likeliest)[:, 0] > -math.inf)).tolist()
     ids: list[int | None] = list(likeliest[:, 0].tolist())
@@ -64,7 +86,9 @@ def _log(share: float) -> float:
 def _scaled(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     # the largest logit becomes 0 first: dividing by a tiny temperature must not overflow
     temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
-    return (logits - logits.amax(dim=-1, keepdim=True)).double() / temperature[:, None]
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double()
+    scaled /= temperature[:, None]
+    return scaled.clamp_(min=_LEAST)
 
 
 def _draw_plain(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -110,6 +134,6 @@ def _invert(mass: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     total = cumulative[:, -1:]
     draws = torch.tensor([row.draw for row in rows], dtype=torch.float64)[:, None]
     # below the total even when the product rounds up, so that a token without mass is never chosen
-    targets = torch.minimum(draws * total, total.nextafter(torch.zeros_like(total)))
+    targets = torch.minimum(draws * total, total.nextafter(torch.zeros_like(total))).clamp_(min=_NO_MASS)
     chosen: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
     return chosen

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import SamplingParams
-from engine.sample.masks import mask, packed
+from engine.sample.masks import few_allowed, gathered, mask, packed
 from engine.sample.row import SampleRow
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -53,3 +53,27 @@ def test_what_may_come_keeps_its_logit_and_nothing_else_does(
         expected = torch.where(torch.from_numpy(may), logits[index], float("-inf"))
         assert torch.equal(found[index], expected)
         assert np.array_equal(bits[index], may), "the head's mask says the same"
+
+
+@given(cases(), st.integers(0, 6))
+def test_few_tokens_are_gathered_in_their_order(
+    case: tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]], most: int
+) -> None:
+    vocab, masks = case
+    logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
+    rows = [
+        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed))
+        for allowed, ends in masks
+    ]
+    masked = logits.clone()
+    mask(masked, rows)
+    tokens = [torch.nonzero(row > float("-inf"))[:, 0].tolist() for row in masked]
+    few = few_allowed(rows, vocab, most)
+    assert few == {
+        index: mine for index, mine in enumerate(tokens) if masks[index][0] is not None and len(mine) <= most
+    }
+    if few:
+        found = gathered(logits, few, most + 1)
+        for (index, mine), row in zip(few.items(), found, strict=True):
+            assert torch.equal(row[: len(mine)], logits[index, mine])
+            assert (row[len(mine) :] == float("-inf")).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,3 +120,20 @@ def test_a_row_of_which_no_token_may_come_gets_none_and_costs_the_others_nothing
     rows = [SampleRow(p, 5), SampleRow(p, 5, masked_ids=(0, 1, 2, 3)), SampleRow(p, 5, masked_ids=(0, 2, 3))]
     first, none, only = sample(logits, rows)
     assert first is not None and none is None and only == 1
+
+
+@pytest.mark.parametrize("p", [*DISTRIBUTIONS, params(temperature=0), params(min_p=0.2), params(temperature=0.001)])
+def test_a_grammar_s_row_is_sampled_as_one_whose_other_logits_are_minus_infinity(p: SamplingParams) -> None:
+    """Whether the grammar allows few tokens, many, one or none."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 3000, generator=generator) * 4
+    keep = torch.rand(40, 3000, generator=generator) < torch.tensor([0.002, 0.9, 0.3, 0.5])[torch.arange(40) % 4, None]
+    keep[4], keep[5] = False, False
+    keep[5, 2999] = True
+    words = np.packbits(np.pad(keep.numpy(), ((0, 0), (0, 8))), axis=1, bitorder="little").view(np.int32)
+    found = sample(logits.clone(), [SampleRow(p, 7 + i, allowed=mask) for i, mask in enumerate(words)])
+    sound = [i for i in range(40) if i != 4]
+    rows = [SampleRow(p, 7 + i) for i in sound]
+    masked = torch.where(keep, logits, float("-inf"))[sound]
+    assert [found[i] for i in sound] == sampler._pick(masked, torch.ones(39, dtype=torch.bool), rows)
+    assert (found[4], found[5]) == (None, 2999)

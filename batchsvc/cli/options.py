@@ -75,9 +75,7 @@ class AdminOptions(ServerOptions):
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the options of its groups in place of the groups."""
     signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, type[Any]] = {
-        name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)
-    }
+    groups = {name: kind for name, kind in _kinds(signature) if inspect.isclass(kind) and is_dataclass(kind)}
 
     @wraps(command)
     def called(**given: Any) -> None:
@@ -89,6 +87,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     vars(called)["__signature__"] = signature.replace(parameters=parameters)
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
+
+
+def _kinds(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
+    return ((name, one.annotation) for name, one in signature.parameters.items())
 
 
 def _spread(parameter: inspect.Parameter, groups: Mapping[str, Any]) -> Iterator[inspect.Parameter]:

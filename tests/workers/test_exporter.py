@@ -20,8 +20,7 @@ from batchsvc.files import service as files
 from batchsvc.files import store_service
 from tests.tenant_store import LOOPBACK, Tenant, listening
 from tests.workers.conftest import World
-from tests.workers.test_finalize import finalizer, run_units
-from tests.workers.test_processes import environment, process, until
+from tests.workers.test_processes import environment
 from workers.exporter import Exporter
 
 _EXPORT = """
@@ -32,6 +31,7 @@ from workers.exporter import Exporter
 settings = Settings.from_env()
 Exporter(settings, Database(settings.database_url), ObjectStore(settings)).export_due()
 """
+on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # what the database is no part of
 OUTPUT, ERROR = b'{"line": 1}\n{"line": 3}\n', b'{"line": 2}\n'
 
 
@@ -133,6 +133,7 @@ def test_all_results_go_over_and_the_manifest_says_what_they_are(abroad: World, 
     assert manifest["usage"]["cost_nanos"] == 0 and manifest["model"] == "tiny"
 
 
+@on_sqlite
 @pytest.mark.parametrize("status", [Status.FAILED, Status.CANCELLED, Status.EXPIRED])
 def test_a_batch_without_results_has_a_manifest_too(abroad: World, tenant: Tenant, status: Status) -> None:
     """So nobody waits for what never comes."""
@@ -146,23 +147,32 @@ def test_a_batch_without_results_has_a_manifest_too(abroad: World, tenant: Tenan
     assert manifest["errors"] == ({"object": "list", "data": [problem]} if errors else None)
 
 
-@pytest.mark.parametrize("where", ["export.begun", "export.copied", "export.completed"])
+@pytest.mark.parametrize(
+    ("database_url", "where"),
+    [
+        ("sqlite", "export.begun"),
+        ("postgresql", "export.begun"),
+        ("sqlite", "export.copied"),
+        ("postgresql", "export.completed"),
+    ],
+    indirect=["database_url"],
+)
 def test_an_exporter_that_is_killed_midway_is_gone_on_with(
     abroad: World, tenant: Tenant, tmp_path: Path, where: str
 ) -> None:
-    big = b'{"line": 1, "text": "' + b"x" * (9 << 20) + b'"}\n'
+    data = b'{"line": 1, "text": "' + b"x" * (9 << 20 if where == "export.begun" else 9) + b'"}\n'
     batch_id = add_export(abroad, tenant, num_lines=1)
-    end(abroad, batch_id, big, None)
+    end(abroad, batch_id, data, None)
     env = environment(abroad.settings, tmp_path, BATCHSVC_EGRESS_ALLOW=LOOPBACK, BATCHSVC_FAILPOINTS=f"{where}=kill")
     killed = subprocess.run([sys.executable, "-c", _EXPORT], env=env, check=False)
     assert killed.returncode == -signal.SIGKILL
     manifest = f"out/night/{batch_id}/manifest.json"
     assert (manifest in tenant.objects()) == (where == "export.completed")
-    assert len(tenant.uploads()) == len(export_of(abroad, batch_id).uploads) - (where != "export.begun")
+    assert len(tenant.uploads()) == len(export_of(abroad, batch_id).uploads) == (where == "export.begun")
     assert exporter(abroad).export_due() == 0, "its lease isn't over"
     set_export(abroad, batch_id, lease_ms=0)
     assert exporter(abroad).export_due() == 1
-    judge(abroad, tenant, batch_id, {"output": big})
+    judge(abroad, tenant, batch_id, {"output": data})
     assert export_of(abroad, batch_id).epoch == 2
 
 
@@ -181,6 +191,7 @@ def test_an_exporter_that_was_overtaken_changes_nothing(abroad: World, tenant: T
     judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})
 
 
+@on_sqlite
 def test_wrong_keys_are_said_and_tried_again_until_they_are_right(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)
@@ -200,6 +211,7 @@ def test_wrong_keys_are_said_and_tried_again_until_they_are_right(abroad: World,
     assert shown(abroad, batch_id)["attempts"] == 3
 
 
+@on_sqlite
 def test_what_is_not_registered_any_more_gets_no_request(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)
@@ -217,6 +229,7 @@ def test_what_is_not_registered_any_more_gets_no_request(abroad: World, tenant: 
         assert exporter(abroad).export_due() == 1 and not came, "our own bucket"
 
 
+@on_sqlite
 def test_it_is_given_up_after_a_while_and_at_once_when_the_results_are_gone(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)
@@ -240,6 +253,7 @@ def test_it_is_given_up_after_a_while_and_at_once_when_the_results_are_gone(abro
     assert not tenant.objects()
 
 
+@on_sqlite
 def test_results_that_are_damaged_get_no_manifest(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)
@@ -267,6 +281,7 @@ def test_one_export_of_a_project_is_on_its_way_and_the_others_wait(abroad: World
     assert exporter(abroad).export_due() == 3, "each is tried"
 
 
+@on_sqlite
 def test_a_process_that_stops_gives_back_what_it_has(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)
@@ -279,20 +294,3 @@ def test_a_process_that_stops_gives_back_what_it_has(abroad: World, tenant: Tena
     assert (row.state, row.num_failures, row.lease_ms) == ("pending", 0, 0)
     assert exporter(abroad).export_due() == 1
     judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})
-
-
-def test_a_control_process_exports_by_itself(
-    sqlite_world: World, tenant: Tenant, tmp_path: Path, tiny: tuple[Path, str]
-) -> None:
-    world = sqlite_world
-    batch_id = add_export(world, tenant, num_lines=4, unit_lines=2)
-    tenant.register(world.db, world.batch(batch_id).project_id, "out/")
-    run_units(world)
-    assert finalizer(world).finalize(batch_id) is True
-    changes = {"BATCHSVC_EGRESS_ALLOW": LOOPBACK, "TEST_LOGS": tmp_path}
-    with process("control", environment(world.settings, tiny[0], **changes)):
-        until(lambda: export_of(world, batch_id).state == "done", "the export")
-    manifest = orjson.loads(tenant.get(f"out/night/{batch_id}/manifest.json"))
-    assert manifest["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
-    lines = tenant.get(f"out/night/{batch_id}/output.jsonl").splitlines()
-    assert [orjson.loads(line) for line in lines] == world.result(batch_id, "output")

@@ -33,6 +33,7 @@ from tests.batchsvc.batches.planned import PROJECT, Planned, jsonl, line
 from tests.faults.s3_proxy import Rule, in_front_of_s3
 from tests.tenant_store import LOOPBACK, Tenant, listening
 
+on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # what the database is no part of
 TWO = jsonl(line("a"), line("b"))
 _FETCH = """
 from batchsvc.db.session import Database
@@ -110,12 +111,14 @@ def test_an_object_is_copied_once_and_is_a_file_like_any_other(abroad: Planned, 
     assert copy is not None and copy.etag == after.etag and small.store.get(after.s3_key) == TWO
 
 
+@on_sqlite
 def test_a_packed_object_is_decoded_as_an_upload_is(abroad: Planned, tenant: Tenant) -> None:
     tenant.put("in/requests.jsonl", gzip.compress(TWO))
     batch_id = add_batch(abroad, tenant)
     assert abroad.plan(batch_id) == PlanProgress.DONE and set(abroad.lines(batch_id)) == {1, 2}
 
 
+@on_sqlite
 def test_an_empty_object_is_an_empty_file(abroad: Planned, tenant: Tenant) -> None:
     tenant.put("in/requests.jsonl", b"")
     batch_id = add_batch(abroad, tenant)
@@ -138,6 +141,7 @@ def test_an_object_that_was_replaced_or_deleted_since_fails_its_batch(abroad: Pl
         assert abroad.store.head(file_of(abroad, batch_id).s3_key) is None and not abroad.units(batch_id)
 
 
+@on_sqlite
 def test_an_object_that_is_replaced_while_it_is_copied_ends_the_import(abroad: Planned, tenant: Tenant) -> None:
     """The connection breaks off, and what is there to go on with is another version."""
     data = jsonl(*(line(f"c{number}", "x" * 1000) for number in range(3000)))
@@ -160,6 +164,7 @@ def test_an_object_that_is_replaced_while_it_is_copied_ends_the_import(abroad: P
     assert abroad.store.head(origin.s3_key) is None, "no line of either version"
 
 
+@on_sqlite
 def test_a_connection_that_breaks_off_is_gone_on_with(abroad: Planned, tenant: Tenant) -> None:
     data = jsonl(*(line(f"c{number}", "x" * 1000) for number in range(3000)))
     tenant.put("in/requests.jsonl", data)
@@ -172,6 +177,7 @@ def test_a_connection_that_breaks_off_is_gone_on_with(abroad: Planned, tenant: T
     assert abroad.store.get(origin.s3_key) == data
 
 
+@on_sqlite
 def test_a_store_that_is_not_registered_any_more_gets_no_request(abroad: Planned, tenant: Tenant) -> None:
     tenant.put("in/requests.jsonl", TWO)
     batch_id = add_batch(abroad, tenant)
@@ -183,6 +189,7 @@ def test_a_store_that_is_not_registered_any_more_gets_no_request(abroad: Planned
         assert code == "store_not_registered" and "batchsvc admin stores add" in says and not came
 
 
+@on_sqlite
 def test_a_bucket_that_is_our_own_is_never_read(abroad: Planned, tenant: Tenant) -> None:
     """Also where another address leads to it: the name is what is refused."""
     tenant.put("in/requests.jsonl", TWO)
@@ -192,6 +199,7 @@ def test_a_bucket_that_is_our_own_is_never_read(abroad: Planned, tenant: Tenant)
     assert reason(renamed, batch_id)[0] == "store_not_registered"
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     ("changes", "code"),
     [({"secret_key": "wrong"}, "store_refused"), ({"endpoint": "http://10.1.1.1"}, "address_refused")],
@@ -231,6 +239,7 @@ def test_a_store_that_does_not_answer_is_asked_again_later_and_given_up(abroad: 
         assert (again.id, again.num_failures) == (file_of(abroad, batch_id).id, 0)
 
 
+@on_sqlite
 def test_a_store_that_comes_back_is_copied_from(abroad: Planned, tenant: Tenant) -> None:
     tenant.put("in/requests.jsonl", TWO)
     batch_id = add_batch(abroad, tenant)
@@ -242,6 +251,7 @@ def test_a_store_that_comes_back_is_copied_from(abroad: Planned, tenant: Tenant)
     assert abroad.plan(batch_id) == PlanProgress.DONE and abroad.batch(batch_id).status == "in_progress"
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_who_was_killed_after_the_copy_leaves_it_to_the_next(abroad: Planned, tenant: Tenant) -> None:
     tenant.put("in/requests.jsonl", TWO)
     batch_id = add_batch(abroad, tenant)
@@ -270,6 +280,7 @@ def environment(settings: Settings) -> dict[str, str]:
     }
 
 
+@on_sqlite
 @pytest.mark.parametrize("lie", [lambda data: data[:-1], lambda data: data + b"x"])
 def test_a_store_that_says_another_length_than_it_sends_is_not_believed(
     abroad: Planned, tenant: Tenant, lie: Callable[[bytes], bytes]

@@ -77,8 +77,7 @@ def largest_context(shape: ModelShape, workload: Workload, card: Card, cards: in
 def decode_ceiling(needs: Demand, workload: Workload, card: Card, cards: int) -> Fraction:
     """Tokens a second that decoding can't exceed: a step gives each sequence one token, and reads the weights once
     and all of the KV, here that of full contexts, at the cards' bandwidth."""
-    step_bytes = needs.read_bytes + needs.kv.total
-    return Fraction(workload.concurrency * cards * card.read_bytes_per_s, step_bytes)
+    return Fraction(workload.concurrency * cards * card.read_bytes_per_s, needs.step_bytes)
 
 
 def nanos_per_million_tokens(tokens_per_s: Fraction, price_nanos: int, cards: int) -> int:

@@ -58,13 +58,13 @@ class Workload:
 class Demand:
     """Bytes by purpose. `workspace_bytes` is needed on each card, beside its part of the total.
 
-    `read_bytes`: what a step of decoding reads of the weights.
+    `step_bytes`: what a step of decoding reads, of weights and of the KV of full contexts.
     """
 
     weights: Parts
     kv: Parts
     workspace_bytes: int
-    read_bytes: int
+    step_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -76,6 +76,7 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
     """What the workload takes."""
     sequence = sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
     weights = weight_parts(shape, workload.weights)
+    attended = sequence_parts(shape, workload.kv, workload.context_tokens, 1)  # a block is read as far as it is full
     looked_up = 0 if shape.is_tied or workload.weights.is_stored else shape.embedding * workload.weights.plain_bytes
     return Demand(
         weights=weights,
@@ -87,7 +88,7 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
             max_running=workload.concurrency,
             context_tokens=workload.context_tokens,
         ),
-        read_bytes=weights.total - looked_up,
+        step_bytes=weights.total - looked_up + attended.times(workload.concurrency).total,
     )
 
 

@@ -48,7 +48,7 @@ def test_parts_add_up(shape: ModelShape, workload: Workload) -> None:
         workload.concurrency * part
         for part in sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
     )
-    assert 0 < needs.read_bytes <= needs.weights.total
+    assert 0 < needs.step_bytes <= needs.total_bytes
     plain = weight_format("bf16")
     assert weight_parts(shape, plain) == (2 * shape.num_parameters, 0)
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelError
 from engine.load.gguf import GGUFFile
-from engine.memory.formats import kv_format
-from engine.memory.sizing import sequence_parts
+from engine.memory.formats import kv_format, weight_format
+from engine.memory.sizing import Workload, demand, sequence_parts
 from engine.memory.sources import read_shape, shape_of_config, shape_of_gguf
 from tests.tiny import make_tiny_model
 
@@ -90,6 +90,9 @@ def test_windows_cap_what_their_layers_keep() -> None:
     one = 2 * 2 * 256 * 2  # K and V, two heads of 256, two bytes
     assert sequence_parts(shape, kv_format("bf16"), 4096, 16).values == one * (4096 + 6 * (64 + 16))
     assert sequence_parts(shape, kv_format("bf16"), 60, 16).values == one * 7 * 64
+    gemma_reads = Workload(context_tokens=4096, concurrency=3, weights=weight_format("16"), kv=kv_format("16"))
+    needs = demand(shape, gemma_reads)
+    assert needs.step_bytes == needs.weights.total + 3 * one * (4096 + 6 * 64), "reads end where the window does"
     whole = replace(shape, window=0, window_layers=0)
     assert sequence_parts(whole, kv_format("bf16"), 4096, 16).values == one * 7 * 4096
 

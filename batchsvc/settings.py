@@ -72,7 +72,8 @@ class Settings(BaseSettings):
         description="model that this engine worker serves: a name, a path, or hf:owner/name",
     )
     engine: Literal["auto", "fake"] = Field(
-        default="auto", description="auto: our engine; fake: deterministic texts, no weights"
+        default="auto",
+        description="auto: our engine; fake: deterministic answers of the shape that is asked for, no weights",
     )
     fake_witness: str | None = Field(default=None, description="file to which the fake engine logs every line it runs")
     fake_tokens_per_s: float = Field(default=0, ge=0, description="speed of the fake engine; 0 is as fast as it can")

@@ -41,6 +41,14 @@ def test_the_general_s3_endpoint_is_used_where_the_special_one_is_unset() -> Non
     assert Settings.from_env(both).s3_endpoint == "http://b"
 
 
+@pytest.mark.parametrize("name", ["BATCHSVC_TERM_GRACE_S", "BATCHSVC_TERM_GRACE"])
+def test_the_time_to_drain_has_two_names(name: str) -> None:
+    assert Settings.from_env({**BASE, name: "7"}).term_grace_s == 7
+    assert Settings.from_env(BASE).term_grace_s == 30
+    with pytest.raises(SettingsError, match="BATCHSVC_TERM_GRACE"):
+        Settings.from_env({**BASE, name: "-1"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

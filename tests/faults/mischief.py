@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import structlog
 from celery import Celery
+from kombu.transport.redis import QoS
+
+log = structlog.get_logger(__name__)
 
 
 def make(env: Mapping[str, str]) -> None:
@@ -46,3 +50,10 @@ def _deliver_again_after(seconds: float) -> None:
         return made
 
     app.celery_app = impatient
+    restore = QoS.restore_by_tag
+
+    def restore_aloud(self: QoS, *args: Any, **kwargs: Any) -> Any:
+        log.warning("message.delivered_again")
+        return restore(self, *args, **kwargs)
+
+    QoS.restore_by_tag = restore_aloud

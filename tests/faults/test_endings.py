@@ -17,6 +17,7 @@ from tests.faults.judge import Verdict
 pytestmark = pytest.mark.faults
 Judge = Callable[..., Verdict]
 NO_TOKEN_AFTER_S = 5.0
+MOST_MS = 10_000  # from the deadline to the end of up to 2,000 lines
 
 # where the batch is held when it is cancelled: role and failpoint, and how it may end
 POINTS = {
@@ -121,12 +122,15 @@ def test_row_62_deadline_passes(cluster: Cluster, judge: Judge, tmp_path: Path, 
         "zero workers": lambda: cluster.batch(job).status == "in_progress",
     }
     cluster.until(reached[state], state)
-    cluster.change_batch(job, expires_ms=now_ms() - 1)
+    deadline_ms = now_ms() - 1
+    cluster.change_batch(job, expires_ms=deadline_ms)
     gate.touch()
     assert cluster.wait(job, "expired", "completed") == ("completed" if state == "finalizing" else "expired")
     verdict = judge(job)
     if state == "in_progress":
         assert verdict.output, "what was finished in time is delivered"
+        assert witness.read(cluster.witness).last_s() < deadline_ms / 1000 + NO_TOKEN_AFTER_S
+        assert (cluster.batch(job).ended_ms or 0) - deadline_ms < MOST_MS
     if state in ("in_progress", "zero workers"):
         assert verdict.codes == {"batch_expired": 80 - len(verdict.output)}
 

@@ -50,12 +50,33 @@ def test_row_14_stopped_for_three_leases(cluster: Cluster, judge: Judge) -> None
 
 
 def test_row_15_lease_thread_stopped(cluster: Cluster, judge: Judge) -> None:
-    """Nobody renews, but the worker goes on: by its own clock it stops writing before another may have its units."""
-    cluster.start("control")
-    victim = cluster.start("engine", failpoints="lease.due=hang@4", BATCHSVC_FAKE_TOKENS_PER_S=30)
+    """Nobody renews, but the worker goes on: by its own clock it stops writing before another may have its units.
+
+    There is no reaper meanwhile, so the rows say for ever that the units are its own: only its clock tells it.
+    """
+    control = cluster.start("control")
     job = cluster.submit(100)
+    cluster.wait(job, "in_progress")
+    control.kill()
+    victim = cluster.start("engine", failpoints="lease.due=hang@10", BATCHSVC_FAKE_TOKENS_PER_S=30)
     cluster.until(lambda: cluster.passed("lease.due"), "the thread hangs")
-    cluster.until(lambda: "unit.lost" in victim.text(), "it gives its units up by itself")
-    cluster.start("engine")
+    held = {unit.id: unit for unit in cluster.holds(victim)}
+    assert held
+
+    def given_up() -> set[str]:
+        said = victim.text().splitlines()
+        ends = "".join(line for line in said if "lease.fenced" in line or "unit.lost" in line)
+        return {unit_id for unit_id in held if unit_id in ends}
+
+    cluster.until(lambda: given_up() == held.keys(), "it gives its units up by itself")
+    time.sleep(LEASE_S)
+    after = {unit.id: unit for unit in cluster.holds(victim)}
+    assert all((after[name].epoch, after[name].lease_ms) == (held[name].epoch, held[name].lease_ms) for name in held)
+    late = [
+        part for part in cluster.parts(job) if (was := held.get(part.unit_id or "")) and part.created_ms > was.lease_ms
+    ]
+    assert not late, "nothing of them counts that came after the end of its lease"
+    for role in ("control", "engine"):
+        cluster.start(role)
     cluster.wait(job, "completed")
     judge(job)

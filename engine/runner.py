@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from engine.batch import build_inputs, resolve
+from engine.batch import StepInputs, build_inputs, resolve
 from engine.cache.pool import KVPool
 from engine.config import GROUP_FORMATS, EngineConfig
 from engine.errors import ConfigError, MemoryShortageError
@@ -92,10 +92,12 @@ class ModelRunner:
         pooled: dict[str, bytes] = {}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         if chunks:
-            hidden = self._hidden(chunks)
+            inputs = build_inputs(chunks, self.kernels, self.pool.block_tokens, self._last_ids)
+            masks = dict(plan.masks)  # waits: threads that make some would hold up those of the forward pass
+            hidden = self._hidden(inputs)
             if any(chunk.pooling is not None for chunk in chunks):
                 hidden, chunks = self._pool(hidden, chunks, pooled, failed)
-            ids, likelihoods = self._sample(hidden, chunks, plan.masks)
+            ids, likelihoods = self._sample(hidden, chunks, masks)
             row = 0
             for chunk in chunks:
                 end = row + len(chunk.logit_rows)
@@ -114,7 +116,8 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Runs a step without sampling: the wanted rows' logits, float32 [R, vocab]. For measuring quality."""
         self._prepare(plan)
-        return self._decoder.logits(self._hidden(plan.chunks))
+        inputs = build_inputs(plan.chunks, self.kernels, self.pool.block_tokens, self._last_ids)
+        return self._decoder.logits(self._hidden(inputs))
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -127,9 +130,8 @@ class ModelRunner:
         if plan.copies:
             self.pool.copy(plan.copies)
 
-    def _hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Writes the chunks' KV; the rows whose logits are wanted, [R, hidden]."""
-        inputs = build_inputs(chunks, self.kernels, self.pool.block_tokens, self._last_ids)
         return self._decoder.forward(inputs, self.pool)[inputs.logit_rows]
 
     def _pool(

@@ -25,12 +25,13 @@ def packed(rows: Sequence[SampleRow], vocab_size: int) -> NDArray[np.int32]:
             with_ids.setdefault(row.masked_ids, []).append(index)
     for token_ids, indices in with_ids.items():
         words, kept = _all_but(token_ids)
-        bits[np.ix_(indices, words)] &= kept
-    if with_ids:
-        for index in np.flatnonzero(~bits.any(axis=1)).tolist():
-            allowed = rows[index].allowed
-            if allowed is not None:
-                bits[index] = allowed
+        place = np.ix_(indices, words)
+        before = bits[place]
+        bits[place] = before & kept
+        for at in np.flatnonzero((bits[place] != before).any(axis=1)).tolist():
+            allowed = rows[indices[at]].allowed
+            if allowed is not None and not bits[indices[at]].any():
+                bits[indices[at]] = allowed
     return bits
 
 

@@ -1,7 +1,7 @@
 """The answers under way that must have a form: what may come next in each of them, step by step.
 
 Once a step's tokens are known, the masks of the next one are made in a thread of their own, while this one writes the
-tokens down, plans and begins the next step; nobody waits for them before that step samples.
+tokens down, plans and prepares the next step: whoever needs them waits.
 """
 
 from __future__ import annotations

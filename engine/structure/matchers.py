@@ -1,8 +1,8 @@
 """Follows answers through their grammars, and says for a whole step which tokens may come next.
 
 A grammar is compiled once and copied for each answer; the compiled ones are kept, the longest unused goes first. The
-masks of a step are filled in one call, on all cores and without the GIL. A grammar that turns out too complex in the
-middle of an answer puts its matcher into error and costs that answer alone.
+masks of a step are filled in one call, on all cores but one and without the GIL. A grammar that turns out too complex
+in the middle of an answer puts its matcher into error and costs that answer alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Grammars:
             eos_token=sorted(eos_ids),
             slices=LLTokenizer.json_slices(),
         )
-        self._executor = LLExecutor(len(os.sched_getaffinity(0)))
+        self._executor = LLExecutor(max(len(os.sched_getaffinity(0)) - 1, 1))  # one core is for who goes on meanwhile
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._kept_chars = 0
 

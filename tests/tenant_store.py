@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import SHUT_RDWR, create_server
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import boto3
@@ -104,5 +104,31 @@ def listening() -> Iterator[tuple[str, list[bytes]]]:
         thread = Thread(target=serve, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}", came
+        server.shutdown(SHUT_RDWR)
+        thread.join(10)
+
+
+@contextmanager
+def dripping(head: bytes) -> Iterator[int]:
+    """A server that sends this to everybody, and then a byte now and then, for ever. Yields its port."""
+    stopped = Event()
+    with create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            while not stopped.is_set():
+                try:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(head)
+                        while not stopped.wait(0.05):
+                            connection.sendall(b"x")
+                except OSError:
+                    continue
+
+        thread = Thread(target=drip, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        stopped.set()
         server.shutdown(SHUT_RDWR)
         thread.join(10)

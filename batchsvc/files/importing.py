@@ -12,6 +12,7 @@ meanwhile. What can't get better by waiting ends the import at once.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from batchsvc.store.s3 import ObjectInfo, ObjectStore, OtherVersionError
 PARAM = "input_file_id"
 _WAITS_S = (5.0, 30.0, 120.0, 300.0, 600.0)  # between attempts; after the last one it is given up
 _MAX_ETAG_CHARS = 128
-_SLOW_S, _LEAST_BYTES_PER_S = 60.0, 65_536  # a store that drips would hold a planner for ever
+_SLOW_S, _LEAST_BYTES_PER_S = 60.0, 256 * 1024  # a store that drips would hold a planner for ever
+_CHUNK_BYTES, _LOOK_S = 64 * 1024, 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -160,8 +162,8 @@ def _pieces(db: Database, settings: Settings, origin: Origin) -> Iterator[bytes]
         uri = s3_uri.parse_object(origin.uri, PARAM)
         with db.reading() as session:
             access = store_service.access(session, origin.project_id, uri, settings, PARAM)
-        with closing(store_service.opened(access, settings)) as source:
-            yield from _whole(source.stream(uri.key, etag=origin.etag), origin.size_bytes)
+        with closing(store_service.opened(access, settings)) as source, _Pace(source.cut) as pace:
+            yield from _whole(source.stream(uri.key, etag=origin.etag, chunk=_CHUNK_BYTES), origin.size_bytes, pace)
     except OtherVersionError as error:
         raise ImportFailedError("input_replaced", f"{origin.uri} was replaced after it was named.") from error
     except NotFoundError as error:
@@ -172,19 +174,42 @@ def _pieces(db: Database, settings: Settings, origin: Origin) -> Iterator[bytes]
         raise _SilentError from error
 
 
-def _whole(pieces: Iterator[bytes], size_bytes: int) -> Iterator[bytes]:
-    """The pieces, if they come fast enough and are as much as the store has said."""
-    began_s, passed = monotonic_s(), 0
+def _whole(pieces: Iterator[bytes], size_bytes: int, pace: _Pace) -> Iterator[bytes]:
+    """The pieces, if they are as much as the store has said."""
     for piece in pieces:
-        passed += len(piece)
-        took_s = monotonic_s() - began_s
-        if took_s > _SLOW_S and passed < took_s * _LEAST_BYTES_PER_S:
-            raise UnavailableError("The store is too slow.", code="store_unavailable")
-        if passed > size_bytes:
+        pace.passed += len(piece)
+        if pace.passed > size_bytes:
             break
         yield piece
-    if passed != size_bytes:
-        raise OtherVersionError(f"{passed} bytes came, not {size_bytes}.", code="object_replaced")
+    if pace.passed != size_bytes:
+        raise OtherVersionError(f"{pace.passed} bytes came, not {size_bytes}.", code="object_replaced")
+
+
+class _Pace:
+    """Sees that bytes come fast enough while its context lasts, and calls `cut` if they don't: a read that waits for
+    a store that sends a byte now and then never ends by itself."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self.passed = 0
+        self._cut = cut
+        self._began_s = monotonic_s()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)
+
+    def __enter__(self) -> _Pace:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            took_s = monotonic_s() - self._began_s
+            if took_s > _SLOW_S and self.passed < took_s * _LEAST_BYTES_PER_S:
+                self._cut()
+                return
 
 
 def _writer(origin: Origin) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from socket import socket
+from socket import SHUT_RDWR, socket
 from typing import TYPE_CHECKING, Any, cast
 
 import boto3
@@ -27,12 +28,13 @@ from botocore.awsrequest import (
     AWSResponse,
 )
 from botocore.config import Config
-from botocore.exceptions import ClientError, HTTPClientError
+from botocore.exceptions import ClientError, ConnectionClosedError, HTTPClientError
 from botocore.httpsession import URLLib3Session
 from urllib3.connection import HTTPConnection
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import HTTPError, NewConnectionError
 from urllib3.util.connection import create_connection
 
+from batchsvc.clock import monotonic_s
 from batchsvc.egress import Egress, EgressError, Lookup
 from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from batchsvc.store.s3 import MISSING, OTHER_VERSION, Bucket, OtherVersionError, code_of
@@ -40,9 +42,10 @@ from batchsvc.store.s3 import MISSING, OTHER_VERSION, Bucket, OtherVersionError,
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-_CONNECT_S, _READ_S = 5.0, 15.0
+_CONNECT_S, _READ_S = 10.0, 15.0  # a part has to be sent within the former
 _ATTEMPTS = 2  # whoever copies tries again later, too
 _CONNECTIONS = 8
+_MAX_ANSWER_BYTES, _ANSWER_S = 1 << 20, 60.0
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")  # of a server that may answer anything
 _AGAIN = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "OperationAborted", "ConditionalRequestConflict"}
 _making = threading.Lock()  # a session of boto3 makes one client at a time
@@ -67,11 +70,17 @@ class ForeignBucket(Bucket):
     """One bucket of a tenant. `lookup` answers what a name's addresses are, where it isn't the system that does."""
 
     def __init__(self, access: Access, egress: Egress, lookup: Lookup | None = None) -> None:
-        super().__init__(access.bucket, _client(access, egress, lookup))
+        self._connections = _Connections(egress, lookup)
+        super().__init__(access.bucket, _client(access, self._connections))
+
+    def cut(self) -> None:
+        """End every connection at once, whoever waits for what comes over it, and make no other."""
+        self._connections.cut()
 
     def close(self) -> None:
         """End the connections."""
         self._client.close()
+        self._connections.cut()
 
     def _failure(self, what: str, error: Exception) -> ServiceError:
         named = f"s3://{self.bucket}/{what}"
@@ -94,7 +103,7 @@ def _session() -> boto3.session.Session:
     return boto3.session.Session()
 
 
-def _client(access: Access, egress: Egress, lookup: Lookup | None) -> S3Client:
+def _client(access: Access, connections: _Connections) -> S3Client:
     options: dict[str, Any] = {
         "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
         "s3": {"addressing_style": "path" if access.endpoint else "auto"},
@@ -116,50 +125,96 @@ def _client(access: Access, egress: Egress, lookup: Lookup | None) -> S3Client:
             config=Config(**options),
         )
     endpoint = cast(Any, client)._endpoint
-    endpoint.http_session = _JudgedSession(egress, lookup, verify=endpoint.http_session._verify)
+    endpoint.http_session = _JudgedSession(connections, verify=endpoint.http_session._verify)
     return client
 
 
 class _JudgedSession(URLLib3Session):
     """What a client of boto3 sends its requests with."""
 
-    def __init__(self, egress: Egress, lookup: Lookup | None, *, verify: bool) -> None:
+    def __init__(self, connections: _Connections, *, verify: bool) -> None:
         timeout: Any = (_CONNECT_S, _READ_S)
         super().__init__(verify, proxies={}, timeout=timeout, max_pool_connections=_CONNECTIONS)
-        cast(Any, self)._manager.pool_classes_by_scheme = _pools(egress, lookup)
+        cast(Any, self)._manager.pool_classes_by_scheme = _pools(connections)
 
     def send(self, request: AWSRequest | AWSPreparedRequest) -> AWSResponse:
-        """As the base does; a refusal of ours is none of the network's errors, which are tried again."""
+        """As the base does, but what is no object has an end; and a refusal of ours is none of the network's errors,
+        which are tried again."""
+        is_object, request.stream_output = request.stream_output, True
         try:
-            return super().send(request)
+            answer = super().send(request)
+            if not is_object or answer.status_code >= 300:
+                cast(Any, answer)._content = _bounded(answer.raw)
         except HTTPClientError as error:
             cause = error.kwargs.get("error")
             raise (cause if isinstance(cause, EgressError) else error) from None
+        except HTTPError as error:
+            raise ConnectionClosedError(endpoint_url=request.url or "") from error
+        return answer
 
 
-def _pools(egress: Egress, lookup: Lookup | None) -> dict[str, type]:
-    """Pools by scheme, whose connections go to judged addresses."""
+def _bounded(raw: Any) -> bytes:
+    """The body of an answer that is no object: a server could send for ever."""
+    data, until_s = bytearray(), monotonic_s() + _ANSWER_S
+    while piece := raw.read1(_MAX_ANSWER_BYTES):
+        data += piece
+        if len(data) > _MAX_ANSWER_BYTES or monotonic_s() > until_s:
+            raw.close()
+            raise UnavailableError("The store's answer has no end.", code="store_unavailable")
+    return bytes(data)
 
-    def connect(connection: HTTPConnection, scheme: str) -> socket:
+
+class _Connections:
+    """Connects to judged addresses, and can end all that it has made."""
+
+    def __init__(self, egress: Egress, lookup: Lookup | None) -> None:
+        self._egress = egress
+        self._lookup = lookup
+        self._lock = threading.Lock()
+        self._made: list[socket] = []  # twins: TLS takes the sockets themselves over
+        self._is_cut = False
+
+    def connect(self, connection: HTTPConnection, scheme: str) -> socket:
+        """A socket for this connection. Raises EgressError, or what urllib3 expects."""
         host = f"[{connection.host}]" if ":" in connection.host else connection.host
-        place = egress.place(f"{scheme}://{host}:{connection.port}/", "endpoint")
+        place = self._egress.place(f"{scheme}://{host}:{connection.port}/", "endpoint")
         failed: OSError | None = None
-        for address in egress.addresses(place, lookup, "endpoint"):
+        for address in self._egress.addresses(place, self._lookup, "endpoint"):
             try:
-                return create_connection(
+                made = create_connection(
                     (str(address), place.port), connection.timeout, socket_options=connection.socket_options
                 )
             except OSError as error:
                 failed = error
+                continue
+            with self._lock:
+                if not self._is_cut:
+                    self._made.append(made.dup())
+                    return made
+            made.close()
+            break
         raise NewConnectionError(connection, f"no connection to {place.host}: {failed}") from failed
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+            for one in self._made:
+                with suppress(OSError):  # the other side was faster
+                    one.shutdown(SHUT_RDWR)
+                one.close()
+            self._made.clear()
+
+
+def _pools(connections: _Connections) -> dict[str, type]:
+    """Pools by scheme, whose connections are these."""
 
     class Plain(AWSHTTPConnection):
         def _new_conn(self) -> socket:
-            return connect(self, "http")
+            return connections.connect(self, "http")
 
     class Secure(AWSHTTPSConnection):
         def _new_conn(self) -> socket:
-            return connect(self, "https")
+            return connections.connect(self, "https")
 
     class PlainPool(AWSHTTPConnectionPool):
         ConnectionCls = Plain

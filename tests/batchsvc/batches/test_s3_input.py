@@ -19,7 +19,6 @@ from batchsvc.batches import planning, service
 from batchsvc.batches.planning import PlanProgress
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import UnavailableError
 from batchsvc.files import importing, store_service
 from batchsvc.files import service as files
 from batchsvc.files.importing import Origin
@@ -31,7 +30,7 @@ from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectInfo
 from tests.batchsvc.batches.planned import PROJECT, Planned, jsonl, line
 from tests.faults.s3_proxy import Rule, in_front_of_s3
-from tests.tenant_store import LOOPBACK, Tenant, listening
+from tests.tenant_store import LOOPBACK, Tenant, dripping, listening
 
 on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # what the database is no part of
 TWO = jsonl(line("a"), line("b"))
@@ -301,10 +300,17 @@ def test_a_store_that_says_another_length_than_it_sends_is_not_believed(
     assert abroad.store.head("in/x") is None
 
 
-def test_a_store_that_drips_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 59.0, 61.0])
-    monkeypatch.setattr(importing, "monotonic_s", lambda: next(times))
-    pieces = importing._whole(iter([b"x", b"x"]), 100)
-    assert next(pieces) == b"x"
-    with pytest.raises(UnavailableError, match="slow"):
-        next(pieces)
+@on_sqlite
+def test_a_store_that_drips_is_put_off(abroad: Planned, tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends a byte now and then, so that no read of it ever times out."""
+    tenant.put("in/requests.jsonl", TWO)
+    origin = importing.origin_of(file_of(abroad, add_batch(abroad, tenant)))
+    assert origin is not None
+    monkeypatch.setattr(importing, "_SLOW_S", 0.5)
+    monkeypatch.setattr(importing, "_LOOK_S", 0.1)
+    head = b'HTTP/1.1 200 OK\r\nContent-Length: %d\r\nETag: "%s"\r\n\r\n' % (len(TWO), origin.etag.encode())
+    with dripping(head) as port:
+        tenant.register(abroad.db, PROJECT, "in/", endpoint=f"http://127.0.0.1:{port}")
+        with pytest.raises(importing.PutOffError):
+            importing.fetch(abroad.db, abroad.store, abroad.context.settings, origin, lambda: None)
+    assert abroad.store.head(origin.s3_key) is None

@@ -12,9 +12,10 @@ import pytest
 
 from batchsvc.egress import Egress, EgressError
 from batchsvc.errors import NotFoundError, ServiceError, UnavailableError
+from batchsvc.store import foreign
 from batchsvc.store.foreign import ForeignBucket, RefusedError
 from batchsvc.store.s3 import OtherVersionError
-from tests.tenant_store import LOOPBACK, Tenant, listening
+from tests.tenant_store import LOOPBACK, Tenant, dripping, listening
 
 ALLOWED = Egress.parse(LOOPBACK)
 
@@ -179,3 +180,15 @@ def test_a_server_that_ignores_what_it_is_asked_is_noticed(tenant: Tenant, monke
         monkeypatch.setattr(client, "get_object", lambda **call: asked(**{**call, "IfMatch": "*"}))
         with pytest.raises(OtherVersionError):
             list(bucket.stream("a", etag="0" * 32))
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error", b"404 Not Found"])
+def test_an_answer_without_an_end_is_not_read_to_its_end(
+    tenant: Tenant, monkeypatch: pytest.MonkeyPatch, status: bytes
+) -> None:
+    monkeypatch.setattr(foreign, "_MAX_ANSWER_BYTES", 16)
+    head = b'HTTP/1.1 %s\r\nETag: "0"\r\nTransfer-Encoding: chunked\r\n\r\n11\r\n%s\r\n' % (status, b"y" * 17)
+    with dripping(head) as port:
+        access = tenant.access(endpoint=f"http://127.0.0.1:{port}")
+        with closing(ForeignBucket(access, ALLOWED)) as bucket, pytest.raises(UnavailableError, match="no end"):
+            bucket.put("a", b"x")

@@ -18,17 +18,21 @@ from typing import Any
 import orjson
 from sqlalchemy import func, select
 
+from batchsvc.batches.body import fit, parse_chat
 from batchsvc.batches.lifecycle import TERMINAL, Status
+from batchsvc.batches.rendering import render_chat
+from batchsvc.batches.sampling_body import sampling_params
 from batchsvc.batches.tables import Batch, Garbage, Part
 from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageRow
 from batchsvc.files.tables import File
 from batchsvc.store import keys
 from engine.fake import FakeEngine
-from engine.request import Request, SamplingParams
+from engine.request import Request
 from engine.text import TextModel, load_text
 from tests.dispatchers import NullDispatcher
 from tests.faults import witness
 from tests.faults.cluster import Cluster, Job, sha256
+from workers.choices import choices_of
 from workers.reaper import Reaper
 
 _BROUGHT = {Status.CANCELLED: "batch_cancelled", Status.EXPIRED: "batch_expired"}
@@ -121,8 +125,8 @@ def _judge_lines(cluster: Cluster, job: Job, batch: Batch, verdict: Verdict, all
     unexpected = set(verdict.codes) - allowed - {_BROUGHT.get(Status(batch.status), "")}
     assert not unexpected, f"error lines that nothing explains: {verdict.codes}"
     for line in verdict.output:  # I9
-        said = line["response"]["body"]["choices"][0]["message"]["content"]
-        assert said == _answer(cluster.model.path, orjson.dumps(job.lines[line["line"] - 1]["body"])), "I9: the text"
+        wanted = _answer(cluster.model.path, orjson.dumps(job.lines[line["line"] - 1]["body"]))
+        assert line["response"]["body"]["choices"] == wanted, "I9: the text, of every choice, with its logprobs"
 
 
 def _judge_money(cluster: Cluster, batch: Batch, verdict: Verdict) -> None:
@@ -268,11 +272,13 @@ def _text(path: Path) -> TextModel:
 
 
 @lru_cache(maxsize=50_000)
-def _answer(path: Path, body_json: bytes) -> str:
-    """What the fake engine says to a chat that names its seed, without any service around it."""
-    body, text = orjson.loads(body_json), _text(path)
-    names = ("max_tokens", "min_tokens", "temperature", "seed", "ignore_eos")
-    params = SamplingParams(**{name: body[name] for name in names if name in body})
-    request = Request(id="r", prompt_ids=text.prompt_ids(body["messages"]), params=params)
+def _answer(path: Path, body_json: bytes) -> list[dict[str, Any]]:
+    """The choices that the fake engine gives to a chat that names its seed, without any service around it."""
+    text = _text(path)
+    call, prompt = render_chat(parse_chat(orjson.loads(body_json)), text)
+    prompt_ids, context_tokens = text.tokenizer.encode(prompt), text.meta.context_tokens
+    params = fit(call, prompt_tokens=len(prompt_ids), context_tokens=context_tokens, default_max_tokens=1024)
+    sampling = sampling_params(params, params["seed"] or 0)
+    request = Request(id="r", prompt_ids=prompt_ids, params=sampling, n=params.get("n", 1))
     (completion,) = FakeEngine(text).run([request])
-    return completion.text
+    return choices_of(completion, params, ident="")

@@ -15,13 +15,22 @@ from tests.faults.judge import Verdict
 pytestmark = pytest.mark.faults
 Judge = Callable[..., Verdict]
 GRACE_S = 9
+SHAPES = [
+    {},
+    {"n": 3, "logprobs": True, "top_logprobs": 2, "temperature": 0.7},
+    {"logprobs": True},
+    {"guided_json": {"type": "array", "items": {"type": "string"}}, "n": 2},
+]
 
 
 def busy(cluster: Cluster, **settings: object) -> tuple[Process, Job]:
-    """A worker in the middle of long answers."""
+    """A worker in the middle of long answers of all shapes."""
     cluster.start("control")
     worker = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=100, BATCHSVC_TERM_GRACE_S=GRACE_S, **settings)
-    job = cluster.submit(60, max_tokens=200)
+    lines = cluster.lines(60, max_tokens=200)
+    for number, line in enumerate(lines):
+        line["body"] |= SHAPES[number % len(SHAPES)]
+    job = cluster.submit(60, lines=lines)
     cluster.until(lambda: witness.read(cluster.witness).num_tokens() > 100, "it generates")
     return worker, job
 
@@ -35,7 +44,7 @@ def finish(cluster: Cluster, judge: Judge, job: Job) -> Verdict:
 
 @pytest.mark.quick_faults
 def test_row_17_drained(cluster: Cluster, judge: Judge) -> None:
-    worker, job = busy(cluster)
+    worker, job = busy(cluster, BATCHSVC_LEASE_S=30)  # on a busy machine, too, it loses nothing before
     worker.term()
     asked_s = time.monotonic()
     assert worker.wait() == 0

@@ -6,6 +6,7 @@ Links against the OpenMP runtime that torch brings, so that both share one pool 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import platform
@@ -42,7 +43,10 @@ def library(flags: tuple[str, ...] = _FLAGS) -> ctypes.CDLL:
     try:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, here, target, flags)
+            with target.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together compile once
+                if not target.exists():
+                    _compile(compiler, here, target, flags)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(f"the compiled kernels can't be kept or loaded: {error}") from error

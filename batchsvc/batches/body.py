@@ -34,6 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
+    "verbosity": ("medium",),
     "prediction": (),
     "web_search_options": (),
     "chat_template": (),

@@ -30,10 +30,10 @@ def render_chat(call: ChatCall, text: TextModel) -> tuple[ChatCall, str]:
     if template is None or call.asks_nothing_special:
         return call, text.render(call.messages)
     messages: Sequence[Mapping[str, Any]] = call.messages
-    variables = _known_variables(call, template, text.meta.name)
+    variables = _known_variables(call, template)
     params = call.params
     if any("tool_calls" in message or message["role"] == "tool" for message in messages) and not template.knows_calls:
-        raise _unknown("calls of tools in messages", "messages", text.meta.name)
+        raise _unknown("calls of tools in messages", "messages")
     if call.tools is not None:
         call_format = template.call_format
         if call_format is not None:
@@ -42,19 +42,17 @@ def render_chat(call: ChatCall, text: TextModel) -> tuple[ChatCall, str]:
             call_format = CallFormat.JSON
             messages = _told_of(messages, call.tools)
         else:
-            raise _unknown(
-                "tools", "tools", text.meta.name, '; with tool_choice "required", or the name of one, they can be used'
-            )
+            raise _unknown("tools", "tools", '; with tool_choice "required", or the name of one, they can be used')
         params = {**params, "calls": str(call_format)}
         if call.tools.must_call:
             params["grammar"] = calls_form(call.tools, call_format)
     return replace(call, params=params), text.render(messages, **variables)
 
 
-def _known_variables(call: ChatCall, template: ChatTemplate, model: str) -> dict[str, Any]:
+def _known_variables(call: ChatCall, template: ChatTemplate) -> dict[str, Any]:
     unknown = sorted(call.template_kwargs.keys() - template.variables)
     if unknown:
-        raise _unknown(f"{unknown[0]} of chat_template_kwargs", "chat_template_kwargs", model)
+        raise _unknown(f"{unknown[0]} of chat_template_kwargs", "chat_template_kwargs")
     variables = dict(call.template_kwargs)
     effort = call.reasoning_effort
     if effort is None:
@@ -65,7 +63,7 @@ def _known_variables(call: ChatCall, template: ChatTemplate, model: str) -> dict
         return {"enable_thinking": effort != "none", **variables}
     if effort == "none":
         return variables  # a model that can't reason doesn't
-    raise _unknown("reasoning_effort", "reasoning_effort", model)
+    raise _unknown("reasoning_effort", "reasoning_effort")
 
 
 def _told_of(messages: Sequence[Mapping[str, Any]], use: ToolUse) -> list[Mapping[str, Any]]:
@@ -79,9 +77,9 @@ def _told_of(messages: Sequence[Mapping[str, Any]], use: ToolUse) -> list[Mappin
     return [{**messages[0], "content": [*parts, {"type": "text", "text": told}]}, *messages[1:]]
 
 
-def _unknown(what: str, param: str, model: str, way_out: str = "") -> RequestError:
+def _unknown(what: str, param: str, way_out: str = "") -> RequestError:
     return RequestError(
-        f"The chat template of {model} doesn't know {what}{way_out or '; remove it from the body'}.",
+        f"This model's chat template doesn't know {what}{way_out or '; remove it from the body'}.",
         code="unsupported_parameter",
         param=param,
     )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _TABLES = (".parquet", ".csv", ".tsv")
 _KINDS = (*_TABLES, ".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst")
+_FOREIGN = (".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro")  # whoever opens these expects no JSONL
 _ROWS = 1024
 _GROUP_BYTES = 32 * 1024 * 1024  # of a row group of Parquet
 _FOREIGN_ENDS = ("\u2028", "\u2029", "\u0085")  # what some readers take for the end of a line
@@ -54,6 +55,10 @@ def default_path(source: Path) -> Path:
 
 def check_name(path: Path) -> None:
     """Refuse a name that can't be written, before anything is paid for. Raises CommandError."""
+    if path.suffix.lower() in _FOREIGN:
+        raise CommandError(
+            f"{path} can't be written: results are .parquet, .csv, .tsv or .jsonl, not {path.suffix}.", Exit.USAGE
+        )
     if _suffix(path) == ".parquet" and _packing(path):
         raise CommandError(f"{path}: Parquet is compressed inside; name it without {_packing(path)}.", Exit.USAGE)
 

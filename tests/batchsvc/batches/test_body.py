@@ -88,6 +88,7 @@ def test_fields_without_effect_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("verbosity", "low"),
         ("stream", True),
         ("functions", [{}]),
         ("best_of", 2),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError
 from batchsvc.cli.prompt import Prompting, requests_of
-from batchsvc.cli.table_output import default_path, is_table, joined, write_table
+from batchsvc.cli.table_output import check_name, default_path, is_table, joined, write_table
 
 URL = "/v1/chat/completions"
 ROWS = b'{"id": "007", "review": "good\xe2\x80\xa8", "n": [1]}\n\n{"id": "008", "review": "bad"}\n'
@@ -246,3 +246,11 @@ def test_vectors_are_a_column_of_numbers_beside_rows_and_text_beside_requests(so
     batch_form.write_bytes(b'{"custom_id": "1", "body": {"input": ["a", "b"]}}\n')
     write([vector(1, [0.5], [0.25])], tmp_path / "p.parquet", batch_form, endpoint="/v1/embeddings")
     assert pq.read_table(tmp_path / "p.parquet")["answer"].to_pylist() == ["[[0.5],[0.25]]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.xlsx", "not .xlsx"), ("a.ARROW", "can't be written"), ("a.parquet.gz", "Parquet")]
+)
+def test_names_of_what_is_not_written_are_refused(name: str, says: str) -> None:
+    with pytest.raises(CommandError, match=says):
+        check_name(Path(name))

@@ -64,8 +64,9 @@ class FakeForms:
                 break
             pieces.append(piece)
             token_ids.append(self._vocabulary.id_of(piece))
-        if (reason := matcher.error) is not None:
-            raise GrammarError(reason)
+        matcher.look()
+        if matcher.error is not None:
+            raise GrammarError(matcher.error)
         is_whole = state.is_stopped() or (len(pieces) < most and state.is_accepting())
         return Said(pieces, token_ids, is_whole)
 

@@ -90,12 +90,14 @@ def test_forms_of_every_kind_are_followed(kind: str, value: Any, wanted: str) ->
 
 
 def test_a_form_obeys_the_parameters_and_one_that_nothing_follows_costs_its_request() -> None:
-    cut, least, stopped, bad, good = FakeEngine(None).run(
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    cut, least, stopped, bad, worse, good = FakeEngine(None).run(
         [
             formed("cut", "regex", "a{90}b", max_tokens=5),
             formed("least", "regex", "a+", min_tokens=20),
             formed("stopped", "choice", ["one two three"], stop=(" two",), logprobs=1),
             formed("bad", "json", {"not": {}}),
+            formed("worse", "json", endless),
             formed("good", "choice", ["yes"]),
         ]
     )
@@ -103,6 +105,7 @@ def test_a_form_obeys_the_parameters_and_one_that_nothing_follows_costs_its_requ
     assert len(least.token_ids) >= 20 and least.finish_reason is FinishReason.STOP
     assert (stopped.text, stopped.stopped_by) == ("one", " two") and len(stopped.logprobs or ()) == 1
     assert (bad.finish_reason, bad.error_code) == (FinishReason.ERROR, "grammar_not_usable")
+    assert (worse.finish_reason, worse.error_code) == (FinishReason.ERROR, "grammar_not_usable")
     assert good.text == "yes"
 
 

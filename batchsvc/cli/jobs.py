@@ -49,7 +49,7 @@ def watch(
     allow_errors: AllowErrorsOption = None,
     server: ServerOptions,
 ) -> None:
-    """Show a batch until it has ended."""
+    """Show a batch until it has ended, and its results are in S3 if they go there."""
     console = server.console
     allowed_errors(allow_errors, 0)
     target = server.target
@@ -58,6 +58,8 @@ def watch(
         try:
             batch = session.client.batch(batch_id)
             batch = follow(session.client, batch, console, check=partial(served.check, session))
+            if batch["status"] != "failed":
+                batch = exporting.wait_for_export(session.client, batch, console)
         except KeyboardInterrupt:
             goes_on = "stops with the stack that this command started" if session.is_own else "goes on"
             raise CommandError(f"No longer watching: {batch_id} {goes_on}.", Exit.INTERRUPTED) from None

@@ -55,6 +55,8 @@ def test_a_job_goes_from_a_store_and_back(
         )
     )
     assert both.code == 0 and "manifest.json" in both.out and len(read_lines(tmp_path / "both.jsonl")) == 5, both.err
+    watched = stack_cli("watch", batch["id"], "--json")
+    assert watched.code == 0 and watched.json["output_s3"]["state"] == "done"
     shown = stack_cli("show", batch["id"])
     assert f"{tenant.uri(folder)}/ (done)" in shown.out
 

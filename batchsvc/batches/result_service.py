@@ -87,12 +87,7 @@ def cursor_of(batch: Batch, after: str | None, kinds: tuple[Kind, ...]) -> Curso
         return None
     cursor = result_cursor.decode(batch.id, after)
     if cursor is None or cursor.kind not in kinds:
-        raise InvalidRequestError(
-            f"after: it is not a cursor of {batch.id} in this order: give the `cursor` of the last line that you have, "
-            "or none to begin.",
-            code="invalid_value",
-            param="after",
-        )
+        raise _no_cursor(batch.id)
     if cursor.kind is Kind.PART and cursor.values[0] > batch.part_seq:
         raise InvalidRequestError(
             "after: the lines up to this cursor were lost when the database was restored: begin without it.",
@@ -223,7 +218,10 @@ class _Reader:
 
     def _tail(self, offset: int) -> Iterator[Row]:
         for end, row in self._errors(offset):
-            line_no = _never_ran(row)
+            try:
+                line_no = _never_ran(row)
+            except orjson.JSONDecodeError as error:  # it begins in the middle of a line: nobody was given this cursor
+                raise _no_cursor(self._progress.batch_id) from error
             if line_no is not None and line_no not in self._owner:
                 yield Row(Cursor(Kind.TAIL, (end,)), row)
 
@@ -248,6 +246,15 @@ def file_rows(store: ObjectStore, file: File | None, offset: int) -> Iterator[tu
                 yield offset, row
     except NotFoundError as error:
         raise UnavailableError(f"The bytes of {file.id} are missing from the store.", code="content_missing") from error
+
+
+def _no_cursor(batch_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"after: it is not a cursor of {batch_id} in this order: give the `cursor` of the last line that you have, "
+        "or none to begin.",
+        code="invalid_value",
+        param="after",
+    )
 
 
 def _never_ran(row: bytes) -> int | None:

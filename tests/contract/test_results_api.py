@@ -12,9 +12,10 @@ import pytest
 
 from batchsvc import ids
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import continuation, line_set, service
+from batchsvc.batches import continuation, line_set, result_cursor, service
 from batchsvc.batches.continuation import Scope
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.result_cursor import Cursor, Kind
 from batchsvc.batches.schemas import RunAgain
 from batchsvc.batches.tables import Batch
 from tests.contract.conftest import MODEL, Api, serving
@@ -93,6 +94,26 @@ def test_a_wrong_cursor_is_named(api: Api) -> None:
         assert envelope(answer, 400)["param"] == "after"
     for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order")):
         assert envelope(api.call("GET", f"/v1/batches/{one}/results", params=query), 400)["param"] == param
+
+
+def test_a_cursor_that_nobody_was_given_is_refused(api: Api) -> None:
+    """Its digest is no secret, so it can be made; it may lead nowhere, but not into an error of ours."""
+    batch_id = add_batch(api)
+    cancel(api, batch_id)
+    size = len(results(api, batch_id).content)
+    forged = [Cursor(Kind.TAIL, (3,)), Cursor(Kind.TAIL, (size * 9,)), Cursor(Kind.PART, (2**60, 1))]
+    ordered = [Cursor(Kind.INPUT, (1, 2, 3)), Cursor(Kind.INPUT, (0, 2**60, size // 2))]
+    for cursor in forged + ordered:
+        query = {
+            "after": result_cursor.encode(batch_id, cursor),
+            "order": "input" if cursor in ordered else "completion",
+        }
+        answer = api.call("GET", f"/v1/batches/{batch_id}/results", params=query)
+        assert answer.status_code in (200, 400), (cursor, answer.text)
+    after = result_cursor.encode(batch_id, forged[0])
+    assert (
+        envelope(api.call("GET", f"/v1/batches/{batch_id}/results", params={"after": after}), 400)["param"] == "after"
+    )
 
 
 def test_a_client_keeps_its_copy(api: Api) -> None:

@@ -37,7 +37,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _invalid_arguments)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(exc.DataError, _unstorable)
+    for unstorable in (exc.DataError, UnicodeEncodeError):
+        app.add_exception_handler(unstorable, _unstorable)
     # InternalError: such as a server that has become a standby and takes no writes
     for broken in (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError):
         app.add_exception_handler(broken, _database_error)
@@ -78,7 +79,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unstorable(request: Request, _error: Exception) -> JSONResponse:
-    says = "A value has characters that can't be stored, such as NUL."
+    says = "A value has characters that can't be stored, such as NUL or half a character."
     return response(InvalidRequestError(says, code="invalid_value"), request)
 
 

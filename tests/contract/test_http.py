@@ -258,3 +258,19 @@ print("served", file=sys.stderr)
 
 def upload(api: Api, key: str = "") -> httpx.Response:
     return api.call("POST", "/v1/files", key, files={"file": ("in.jsonl", LINE)}, data={"purpose": "batch"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("keys", rb'{"name": "x", "project": "\ud800"}'),
+        ("aliases", rb'{"name": "x", "target": "\ud800"}'),
+        ("projects/%s/topups", rb'{"amount": 1, "reason": "x", "key": "x", "batch_id": "\ud800"}'),
+        ("projects/%s/topups", rb'{"amount": 1, "reason": "x", "key": "x", "batch_id": "\u0000"}'),
+    ],
+)
+def test_text_that_can_not_be_stored_is_refused(api: Api, path: str, body: bytes) -> None:
+    path = path.replace("%s", api.project_id)
+    headers = {"content-type": "application/json"}
+    answer = api.call("POST", f"/v1/admin/{path}", api.admin_key, content=body, headers=headers)
+    assert answer.status_code in (400, 404) and envelope(answer, answer.status_code)["message"]

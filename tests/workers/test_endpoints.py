@@ -20,7 +20,7 @@ from batchsvc.billing import usage_service
 from batchsvc.billing.usage import Kind
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
-from engine.config import EngineConfig
+from engine.config import EngineConfig, fingerprint
 from engine.engine import Engine
 from tests.batchsvc.batches.planned import jsonl
 from tests.batchsvc.batches.quoting import Quoting, quoting
@@ -114,7 +114,7 @@ def test_every_endpoint_from_upload_to_bill(door: Quoting, tiny: tuple[Path, str
         rows = world.result(batch_id, "output")
         found[url] = [row["response"]["body"] for row in rows]
         assert [row["custom_id"] for row in rows] == ["c1", "c2", "c3"]
-        named = f"fp_{planned.text.meta.digest[:12]}_float32_float32_cpu"
+        named = fingerprint(planned.text.meta.digest, None)
         assert {body["system_fingerprint"] for body in found[url]} == {named}, "whatever the endpoint"
         (rejected,) = world.result(batch_id, "error")
         assert (rejected["custom_id"], rejected["response"]["status_code"]) == ("c4", 400)

@@ -144,6 +144,11 @@ def _is_ready(now_ms: Moment) -> Conditions:
     return (Unit.state == "ready", Unit.not_before_ms + 0 <= now_ms, Unit.crash_count < poison.CRASHES)
 
 
+def _is_of(digest: BindParameter[str]) -> ColumnElement[bool]:
+    """Whether a unit is of this model. As an expression, so that no database takes ix_units_claim for it."""
+    return func.coalesce(Unit.model_digest, "") == digest
+
+
 def _may_run(now_ms: Moment, *, is_night: bool) -> Conditions:
     """Conditions on a batch: it runs, nobody paused it, it has quota and money, and it is its time of day."""
     conditions: Conditions = (is_running(now_ms), Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget)
@@ -178,7 +183,7 @@ def _lease_by_rank(session: Session, claimer: Claimer, limit: int, clock_before:
         batch = next(batch for batch in ranked if batch.batch_id not in gone)
         # a unit that is taken changes the order, if there is more than one project
         most = 1 if is_contested or late else limit - len(leased)
-        got = _lease(session, claimer, "ranked", most, p_batch=batch.batch_id)
+        got = _lease(session, claimer, "ranked", most, p_batch=batch.batch_id, p_digest=claimer.model_digest)
         if len(got) < most:
             gone.add(batch.batch_id)
         leased += got
@@ -215,7 +220,7 @@ def _market_statement(is_night: bool) -> CompoundSelect[*tuple[Any, ...]]:
     """Served by ix_units_ready, once a batch, and by ix_units_lease. A row without a batch is what a project holds."""
     first_ready = (
         select(Unit.no)
-        .where(Unit.batch_id == Batch.id, Unit.is_suspect.is_(False), *_is_ready(_NOW))
+        .where(Unit.batch_id == Batch.id, _is_of(_DIGEST), Unit.is_suspect.is_(False), *_is_ready(_NOW))
         .limit(1)
         .scalar_subquery()  # unlike EXISTS it is never turned into a join over all units
     )
@@ -228,7 +233,7 @@ def _market_statement(is_night: bool) -> CompoundSelect[*tuple[Any, ...]]:
         .outerjoin(Share, and_(Share.project_id == Batch.project_id, Share.model_digest == _DIGEST))
         .where(
             Batch.status.in_((Status.IN_PROGRESS, Status.FINALIZING)),
-            Batch.model_digest == _DIGEST,
+            or_(Batch.model_digest == _DIGEST, Batch.model_digest.is_(None)),  # of several models, if of none
             *_may_run(_NOW, is_night=is_night),
             first_ready.is_not(None),
         )
@@ -330,7 +335,12 @@ def _lease_statement(kind: Kind, is_night: bool) -> ReturningUpdate[*tuple[Any, 
     them. So the innocent half is cleared, and the batch shows progress, between two crashes of a poison line.
     """
     is_claimable = claimable(_NOW, is_night=is_night)
-    ranked: Conditions = (Unit.batch_id == bindparam("p_batch"), Unit.is_suspect.is_(False), *is_claimable)
+    ranked: Conditions = (
+        Unit.batch_id == bindparam("p_batch"),
+        _is_of(_DIGEST),
+        Unit.is_suspect.is_(False),
+        *is_claimable,
+    )
     suspect: Conditions = (Unit.model_digest == _DIGEST, Unit.is_suspect, *is_claimable)
     condemned = (Unit.is_suspect, Unit.state == "ready", Unit.crash_count >= poison.CRASHES, is_running(_NOW))
     which = {"ranked": ranked, "suspect": suspect, "poison": condemned}[kind]

@@ -17,6 +17,7 @@ from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
 from batchsvc.batches import budget_queries, line_set, never_ran, queries, result_service, service
 from batchsvc.batches.lifecycle import TERMINAL, Status
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.batches.schemas import CreateBatch, RunAgain
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
@@ -112,6 +113,7 @@ def _body(parent: Batch, wishes: RunAgain) -> CreateBatch:
         "metadata": parent.metadata_json,
         "output_expires_after": {"anchor": "created_at", "seconds": life_s} if life_s else None,
         "model": parent.model_requested,
+        "models": "one" if parent.models is None else BY_LINE,
         "on_invalid": parent.on_invalid,
         "name": parent.name,
         "priority": parent.priority,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from typing import Any
+
+from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import Batch, Part, Unit, Window, Worker
@@ -28,6 +30,19 @@ def parts(session: Session, batch_id: str, window_no: int) -> list[Part]:
     """The parts of a window that count, oldest first."""
     found = select(Part).where(Part.batch_id == batch_id, Part.window_no == window_no, Part.is_void.is_(False))
     return list(session.scalars(found.order_by(Part.created_ms, Part.id)))
+
+
+def used_by_model(session: Session, batch_id: str) -> dict[str, Row[Any]]:
+    """What the lines of a batch that count have used, by the model of their unit."""
+    names = ("input_tokens", "cached_tokens", "output_tokens", "cost_nanos")
+    sums = [func.coalesce(func.sum(getattr(Part, name)), 0).label(name) for name in names]
+    found = (
+        select(Unit.model_id, func.coalesce(func.sum(Part.lines_ok), 0).label("requests"), *sums)
+        .join(Unit, Unit.id == Part.unit_id)
+        .where(Part.batch_id == batch_id, Part.is_void.is_(False))
+        .group_by(Unit.model_id)
+    )
+    return {row.model_id or "": row for row in session.execute(found)}
 
 
 def workers(session: Session, model_digest: str) -> list[Worker]:

@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import explain, explain_queries, part_file, service, unit_file, window_file
+from batchsvc.batches import explain, explain_queries, model_pins, part_file, service, unit_file, window_file
+from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.batches.unit_file import UnitRow
 from batchsvc.billing import line_items
@@ -30,14 +31,6 @@ def explain_batch(session: Session, settings: Settings, project_id: str | None, 
     batch = explain_queries.batch(session, batch_id) if project_id is None else None
     if batch is None:
         batch = service.get(session, project_id or "", batch_id)
-    rates = _rates(batch)
-    usage = line_items.Usage(
-        requests=batch.completed,
-        input_tokens=batch.input_tokens,
-        cached_tokens=batch.cached_tokens,
-        output_tokens=batch.output_tokens,
-        cost_nanos=batch.cost_nanos,
-    )
     shown: dict[str, Any] = {
         "object": "batch.explanation",
         "batch_id": batch.id,
@@ -52,21 +45,16 @@ def explain_batch(session: Session, settings: Settings, project_id: str | None, 
         "saved_by_cache_nanos": 0,
         "saved_by_tier_nanos": batch.standard_nanos - batch.cost_nanos,
     }
-    if rates is not None:
-        shown["price"] = _price(batch, rates)
-        shown["items"] = [
-            {
-                "kind": item.kind,
-                "tokens": item.tokens,
-                "nanos_per_mtok": item.rate_nanos,
-                "amount_nanos": item.amount_nanos,
-            }
-            for item in line_items.items(batch.model_id or "", batch.tier, rates, usage)
-        ]
-        saved = batch.cached_tokens * (rates.input - rates.cached_input)
-        shown["saved_by_cache_nanos"] = saved // 1_000_000
+    pins = model_pins.pins_of(batch)
+    if batch.models is not None:
+        used = explain_queries.used_by_model(session, batch.id)
+        uses = {name: _use_of(row, int(row.requests)) for name, row in used.items()}
+        shown["models"] = [_of_model(batch, pin, uses.get(pin.id, _NO_USE)) for pin in pins]
+        shown["saved_by_cache_nanos"] = sum(one["saved_by_cache_nanos"] for one in shown["models"])
+    elif pins:
+        shown |= _of_model(batch, pins[0], _use_of(batch, batch.completed))
     if project_id is None:
-        workers = explain_queries.workers(session, batch.model_digest or "")
+        workers = [worker for pin in pins for worker in explain_queries.workers(session, pin.digest)]
         shown["engine"] = explain.engine_part(
             [worker.stats for worker in workers if worker.stats],
             cost_per_hour_nanos=parse_dollars(settings.accelerator_cost_per_hour) or 0,
@@ -74,6 +62,35 @@ def explain_batch(session: Session, settings: Settings, project_id: str | None, 
             tokens=batch.input_tokens + batch.output_tokens,
         )
     return shown
+
+
+def _of_model(batch: Batch, pin: ModelPin, usage: line_items.Usage) -> dict[str, Any]:
+    """What was charged for the lines that ran on a model, by kind of token."""
+    rates = Rates(**pin.rates["tier"])
+    saved = usage.cached_tokens * (rates.input - rates.cached_input)
+    return {
+        "price": _price(batch, pin),
+        "items": [
+            {
+                "kind": item.kind,
+                "tokens": item.tokens,
+                "nanos_per_mtok": item.rate_nanos,
+                "amount_nanos": item.amount_nanos,
+            }
+            for item in line_items.items(pin.id, batch.tier, rates, usage)
+        ],
+        "saved_by_cache_nanos": saved // 1_000_000,
+    }
+
+
+def _use_of(row: Any, requests: int) -> line_items.Usage:
+    return line_items.Usage(
+        requests=requests,
+        input_tokens=int(row.input_tokens),
+        cached_tokens=int(row.cached_tokens),
+        output_tokens=int(row.output_tokens),
+        cost_nanos=int(row.cost_nanos),
+    )
 
 
 def explain_line(db: Database, store: ObjectStore, project_id: str, batch_id: str, custom_id: str) -> dict[str, Any]:
@@ -98,6 +115,7 @@ def explain_line(db: Database, store: ObjectStore, project_id: str, batch_id: st
     return _with_result(shown, batch, row)
 
 
+_NO_USE = line_items.Usage(requests=0, input_tokens=0, cached_tokens=0, output_tokens=0, cost_nanos=0)
 _GONE = "The plan of this batch was cleared away after it had ended."
 
 
@@ -131,7 +149,10 @@ class _Line:
             part, line = self._result(place, parts)
             row = orjson.loads(line.row) if line else None
             if place is not None:
-                shown |= self._planned(place, units, part, row)
+                model_id = place.units[0].model_id
+                shown |= _priced(batch, model_id)
+                same_model = [unit for unit in units if unit.model_id == model_id]
+                shown |= self._planned(place, same_model, part, row)
             if line is not None and line.steps:
                 shown["engine_steps"] = line.steps
         except NotFoundError:  # objects of an ended batch are cleared away, a file at a time
@@ -214,7 +235,6 @@ class _Line:
 
 
 def _shown(batch: Batch, line_no: int, custom_id: str) -> dict[str, Any]:
-    rates = _rates(batch)
     return {
         "object": "batch.line",
         "batch_id": batch.id,
@@ -229,17 +249,19 @@ def _shown(batch: Batch, line_no: int, custom_id: str) -> dict[str, Any]:
         "cached": None,
         "usage": None,
         "cost_nanos": None,
-        "price": None if rates is None else _price(batch, rates),
+        "price": None,
         "arithmetic": None,
         "error": None,
+        **_priced(batch, None),
     }
 
 
 def _with_result(shown: dict[str, Any], batch: Batch, row: dict[str, Any] | None) -> dict[str, Any]:
-    usage, rates = _usage(row), _rates(batch)
+    usage = _usage(row)
     if row is None:
         return shown
-    if usage is None or rates is None:
+    pin = model_pins.pin_of(batch, row["response"]["body"].get("model") if usage else None)
+    if usage is None or pin is None:
         response = row.get("response")
         error = row.get("error") or (response or {}).get("body", {}).get("error")
         says = {"status": "failed", "error": error, "cost_nanos": 0, "arithmetic": "A line that failed costs nothing."}
@@ -249,7 +271,8 @@ def _with_result(shown: dict[str, Any], batch: Batch, row: dict[str, Any] | None
         "status": "answered",
         "usage": tokens,
         "cost_nanos": usage[3],
-        "arithmetic": explain.arithmetic(rates, **tokens),
+        "price": _price(batch, pin),
+        "arithmetic": explain.arithmetic(Rates(**pin.rates["tier"]), **tokens),
     }
 
 
@@ -290,9 +313,12 @@ def _object(store: ObjectStore, key: str) -> bytes | None:
         return None
 
 
-def _rates(batch: Batch) -> Rates | None:
-    return Rates(**batch.rates["tier"]) if batch.rates else None
+def _priced(batch: Batch, model_id: str | None) -> dict[str, Any]:
+    """The price of a line that runs on this model, if it is pinned."""
+    pin = model_pins.pin_of(batch, model_id)
+    return {} if pin is None else {"price": _price(batch, pin)}
 
 
-def _price(batch: Batch, rates: Rates) -> dict[str, Any]:
-    return explain.price_part(rates, version=batch.price_version, model=batch.model_id, tier=batch.tier)
+def _price(batch: Batch, pin: ModelPin) -> dict[str, Any]:
+    rates = Rates(**pin.rates["tier"])
+    return explain.price_part(rates, version=batch.price_version, model=pin.id, tier=batch.tier)

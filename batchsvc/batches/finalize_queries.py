@@ -180,7 +180,7 @@ def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> 
     else:
         unit = session.get_one(Unit, part.unit_id, with_for_update=True, populate_existing=True)
         unit_queries.reopen(unit, part.bitmap or b"", can_run=batch.why == Status.COMPLETED)
-        billing.post_void(session, batch, part)
+        billing.post_void(session, batch, part, model_id=unit.model_id)
     return True
 
 

@@ -14,8 +14,18 @@ from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import budget_queries, garbage_queries, lifecycle, models, queries, quota_queries, result_queries
+from batchsvc.batches import (
+    budget_queries,
+    garbage_queries,
+    lifecycle,
+    model_pins,
+    models,
+    queries,
+    quota_queries,
+    result_queries,
+)
 from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
 from batchsvc.billing import service as billing
 from batchsvc.billing.pricing import STANDARD_TIER
@@ -77,6 +87,18 @@ class PlanClaim:
     limits: dict[str, Any] | None = None  # settings that a quote has pinned,
     template_sha256: str | None = None  # and the chat template
     chosen_lines: bytes | None = None  # only these: see line_set.py
+    models: dict[str, Any] | None = None  # what is pinned of the models, if each line has its own: see model_pins.py
+
+    @property
+    def is_by_line(self) -> bool:
+        return self.models is not None
+
+    def quoted_template(self, model_id: str) -> str | None:
+        """The SHA-256 of the chat template that a quote has seen of a model."""
+        if self.models is None:
+            return self.template_sha256
+        quoted = self.models.get(model_id, {}).get("template_sha256")
+        return None if quoted is None else str(quoted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +121,8 @@ class NewUnit:
     num_lines: int
     est_tokens: int
     sure_tokens: int = 0
+    model_id: str | None = None  # where it isn't that of the batch
+    model_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +196,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         limits=batch.plan_limits,
         template_sha256=batch.template_sha256,
         chosen_lines=batch.chosen_lines,
+        models=batch.models,
     )
 
 
@@ -198,7 +223,8 @@ def resolve(session: Session, name: str, aliases: dict[str, Any] | None) -> Mode
 
 
 def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> PinnedModel | None:
-    """Settle model, formats and rates of a batch. None: the lease is lost.
+    """Settle model, formats and rates of a batch, or of those of its lines that name this model. None: the lease is
+    lost.
 
     Raises InvalidRequestError when the model has no price, or isn't the one that was quoted.
     """
@@ -206,18 +232,22 @@ def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> Pin
     model = session.get_one(Model, model_id)
     if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
         return None
-    if batch.rates is None:
+    pin = model_pins.pin_of(batch, model_id)
+    if pin is None:
         tier, standard = (
             billing.rates_for(session, model_id, name, batch.price_version) for name in (batch.tier, STANDARD_TIER)
         )
-        batch.model_id, batch.model_digest = model.id, model.digest
-        batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
-        batch.rates = {"tier": asdict(tier), "standard": asdict(standard)}
-    elif batch.quote_id is not None and model.digest != batch.model_digest:
+        rates = {"tier": asdict(tier), "standard": asdict(standard)}
+        pin = ModelPin(model.id, model.digest, rates)
+        formats = {"weight_format": model.weight_format, "kv_format": model.kv_format}
+        if batch.models is not None:
+            batch.models = {**batch.models, model.id: {"digest": model.digest, "rates": rates, **formats}}
+        else:
+            batch.model_id, batch.model_digest, batch.rates = model.id, model.digest, rates
+            batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
+    elif batch.quote_id is not None and model.digest != pin.digest:
         raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_changed")
-    return PinnedModel(
-        id=model.id, path=model.path, digest=batch.model_digest or "", rates=Rates(**batch.rates["tier"])
-    )
+    return PinnedModel(id=model.id, path=model.path, digest=pin.digest, rates=Rates(**pin.rates["tier"]))
 
 
 def add_window(session: Session, batch_id: str, epoch: int, no: int, window: NewWindow, *, max_problems: int) -> bool:
@@ -408,7 +438,8 @@ def _unit_row(batch: Batch, window_no: int, unit: NewUnit) -> dict[str, Any]:
         "id": ids.unit_id(),
         "batch_id": batch.id,
         "project_id": batch.project_id,
-        "model_digest": batch.model_digest,
+        "model_digest": unit.model_digest or batch.model_digest,
+        "model_id": unit.model_id,
         "window_no": window_no,
         "no": unit.no,
         "s3_key": unit.s3_key,

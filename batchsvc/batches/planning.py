@@ -28,7 +28,7 @@ from batchsvc.batches.damage import DamagedObjectError
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.plan_queries import NewUnit, NewWindow, PinnedModel, PlanClaim, RejectedPart
 from batchsvc.batches.reading import BatchFailedError, PlanContext, WindowReader, limits_of, why_not
-from batchsvc.batches.unit_plan import error_part, unit_objects
+from batchsvc.batches.unit_plan import by_model, error_part, unit_objects
 from batchsvc.batches.window import PlannedRequest, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.billing.pricing import most_nanos
@@ -94,7 +94,7 @@ class _WindowPlanner:
         self._claim = claim
         self._lease = lease
         self._written: list[str] = []  # objects that no row names yet
-        self._model: PinnedModel | None = None
+        self._models: dict[str, PinnedModel] = {}
         self._reader = WindowReader(
             context, claim, keep=lease.check, path_of=lambda model_id: self._pinned(model_id).path
         )
@@ -129,19 +129,18 @@ class _WindowPlanner:
     def _read(self) -> WindowDraft:
         return self._reader.read(limits_of(self._claim, self._context.settings))
 
-    def _pinned(self, model_id: str | None) -> PinnedModel:
-        """What the batch runs on; the first call settles it."""
-        if self._model is None:
+    def _pinned(self, model_id: str) -> PinnedModel:
+        """What lines of this model run on; the first call settles it."""
+        if model_id not in self._models:
             claim = self._claim
-            assert model_id is not None, "a line is only rendered after the model is settled"
             try:
                 model = self._context.db.run(lambda s: plan_queries.pin_model(s, claim.batch_id, claim.epoch, model_id))
             except InvalidRequestError as error:
                 raise BatchFailedError(error.code or "model_not_priced", error.message, "model") from error
             if model is None:
                 raise LeaseLostError
-            self._model = model
-        return self._model
+            self._models[model_id] = model
+        return self._models[model_id]
 
     def _commit_window(self, draft: WindowDraft) -> None:
         claim = self._claim
@@ -181,36 +180,43 @@ class _WindowPlanner:
 
     def _write_units(self, requests: Sequence[PlannedRequest]) -> tuple[list[NewUnit], int, int]:
         """Stores the units of a window; also the most that its lines can cost, and their cost if answers are long."""
-        claim, rates = self._claim, self._pinned(None).rates
-        units, reserve_nanos, unlikely_tokens = [], 0, 0
-        for no, unit in enumerate(unit_objects(requests, self._context.settings), start=claim.unit_no):
-            self._lease.check()
-            key = keys.unit(claim.batch_id, claim.epoch, no)
-            self._put(key, unit.data)
-            units.append(
-                NewUnit(
-                    no=no,
-                    s3_key=key,
-                    sha256=unit.sha256,
-                    num_lines=unit.num_lines,
-                    est_tokens=unit.est_tokens,
-                    sure_tokens=unit.sure_tokens,
+        claim = self._claim
+        units: list[NewUnit] = []
+        reserve_nanos = high_nanos = 0
+        for model_id, group in by_model(requests).items():
+            pinned, most, unlikely_tokens = self._pinned(model_id), 0, 0
+            for no, unit in enumerate(unit_objects(group, self._context.settings), start=claim.unit_no + len(units)):
+                self._lease.check()
+                key = keys.unit(claim.batch_id, claim.epoch, no)
+                self._put(key, unit.data)
+                units.append(
+                    NewUnit(
+                        no=no,
+                        s3_key=key,
+                        sha256=unit.sha256,
+                        num_lines=unit.num_lines,
+                        est_tokens=unit.est_tokens,
+                        sure_tokens=unit.sure_tokens,
+                        model_id=model_id if claim.is_by_line else None,
+                        model_digest=pinned.digest,
+                    )
                 )
-            )
-            reserve_nanos += sum(
-                most_nanos(
-                    rates,
-                    input_tokens=len(row.prompt_ids),
-                    planned_cached_tokens=row.cached_tokens(member),
-                    max_tokens=row.most_output_tokens,
+                most += sum(
+                    most_nanos(
+                        pinned.rates,
+                        input_tokens=len(row.prompt_ids),
+                        planned_cached_tokens=row.cached_tokens(member),
+                        max_tokens=row.most_output_tokens,
+                    )
+                    for row in unit.rows
+                    for member in range(len(row.line_nos))
                 )
-                for row in unit.rows
-                for member in range(len(row.line_nos))
-            )
-            unlikely_tokens += sum(
-                (row.most_output_tokens - row.high_output_tokens) * len(row.line_nos) for row in unit.rows
-            )
-        return units, reserve_nanos, max(0, reserve_nanos - unlikely_tokens * rates.output // TOKENS_PER_RATE)
+                unlikely_tokens += sum(
+                    (row.most_output_tokens - row.high_output_tokens) * len(row.line_nos) for row in unit.rows
+                )
+            reserve_nanos += most
+            high_nanos += max(0, most - unlikely_tokens * pinned.rates.output // TOKENS_PER_RATE)
+        return units, reserve_nanos, high_nanos
 
     def _write_rejected(self, draft: WindowDraft) -> RejectedPart:
         part, data = error_part(self._claim.batch_id, self._claim.epoch, draft.rejected)

@@ -119,6 +119,7 @@ def _split(session: Session, batch: Batch, unit: Unit, lacking: int) -> None:
         batch_id=unit.batch_id,
         project_id=unit.project_id,
         model_digest=unit.model_digest,
+        model_id=unit.model_id,
         window_no=unit.window_no,
         no=last_no + 1,
         s3_key=unit.s3_key,

@@ -127,6 +127,14 @@ def shown_costs(found: Figures, rates: Rates) -> dict[str, Any]:
     }
 
 
+def sum_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Shown costs added up, name by name."""
+    return {
+        name: sum_of(value, other[name]) if isinstance(value, dict) else value + other[name]
+        for name, value in one.items()
+    }
+
+
 def estimated_costs(
     tokens: Interval, uncached: Interval, *, sample: Figures, lines: int, rates: Rates
 ) -> dict[str, dict[str, int]]:

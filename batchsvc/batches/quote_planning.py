@@ -42,7 +42,7 @@ from batchsvc.batches.reading import (
     template_sha256,
     why_not,
 )
-from batchsvc.batches.unit_plan import planned_units
+from batchsvc.batches.unit_plan import by_model, planned_units
 from batchsvc.batches.window import PlannedRequest, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.errors import InvalidRequestError
@@ -96,7 +96,7 @@ class _QuotePlanner:
         self._claim = claim
         self._plan = claim.plan
         self._lease = lease
-        self._model: QuotedModel | None = None
+        self._models: dict[str, QuotedModel] = {}
         self._reader = WindowReader(
             context, claim.plan, keep=lease.check, path_of=lambda model_id: self._pinned(model_id).path
         )
@@ -112,7 +112,7 @@ class _QuotePlanner:
         limits = limits_of(plan, settings)
         sample = None
         if self._claim.sample_lines is None:
-            draft = self._reader.read(limits, keeps_chats=_ADVICE_TOKENS)
+            draft = self._reader.read(limits, keeps_chats=0 if plan.is_by_line else _ADVICE_TOKENS)
         else:
             sample = quote_sample.Reservoir(self._claim.sample_lines, self._claim.input_sha256)
             all_drawn = replace(limits, window_lines=_NO_LIMIT, window_tokens=_NO_LIMIT)
@@ -130,32 +130,36 @@ class _QuotePlanner:
         self._fenced(lambda s: quote_queries.finish(s, plan.batch_id, plan.epoch, ttl_s))
         return PlanProgress.DONE
 
-    def _pinned(self, model_id: str | None) -> QuotedModel:
-        """What the quote is about; the first call settles it."""
-        if self._model is None:
+    def _pinned(self, model_id: str) -> QuotedModel:
+        """What lines of this model are quoted by; the first call settles it."""
+        if model_id not in self._models:
             plan = self._plan
-            assert model_id is not None, "a line is only rendered after the model is settled"
             try:
                 model = self._context.db.run(lambda s: quote_queries.pin_model(s, plan.batch_id, plan.epoch, model_id))
             except InvalidRequestError as error:
                 raise BatchFailedError(error.code or "model_not_priced", error.message, "model") from error
             if model is None:
                 raise LeaseLostError
-            self._model = model
-        return self._model
+            self._models[model_id] = model
+        return self._models[model_id]
 
-    def _text(self) -> TextModel:
-        return self._context.text_loader(self._pinned(None).path)
+    def _text(self, model_id: str) -> TextModel:
+        return self._context.text_loader(self._pinned(model_id).path)
 
-    def _figures(self, requests: Sequence[PlannedRequest]) -> Figures:
-        total = Figures()
-        if not requests:
-            return total
-        model = self._pinned(None)
-        for rows, _ in planned_units(requests, self._context.settings):
-            self._lease.check()
-            total += quote_figures.figures(rows, model.rates, model.lengths)
-        return total
+    def _figures(self, requests: Sequence[PlannedRequest]) -> dict[str, Figures]:
+        """What the lines of each model add up to."""
+        found: dict[str, Figures] = {}
+        for model_id, group in by_model(requests).items():
+            model, total = self._pinned(model_id), Figures()
+            for rows, _ in planned_units(group, self._context.settings):
+                self._lease.check()
+                total += quote_figures.figures(rows, model.rates, model.lengths)
+            found[model_id] = total
+        return found
+
+    def _added(self, requests: Sequence[PlannedRequest]) -> Figures:
+        """The same in one sum."""
+        return sum(self._figures(requests).values(), Figures())
 
     def _estimated(self, draft: WindowDraft, sample: quote_sample.Reservoir) -> dict[str, Any]:
         """What the sample says of the whole file: intervals, and the outputs of the sample scaled up."""
@@ -167,7 +171,7 @@ class _QuotePlanner:
             windows.setdefault(sample.ordinal(request.line_no) // window_lines, []).append(request)
         drawn = Figures()
         for window in windows.values():
-            drawn += self._figures(window)
+            drawn += self._added(window)
         found = quote_sample.estimate(
             list(windows.values()),
             drawn.input_tokens - drawn.cached_tokens,
@@ -184,8 +188,8 @@ class _QuotePlanner:
             num_lines=sample.num_lines if sample else len(draft.line_nos),
             num_prompts=draft.num_prompts,
             ids=None if draft.is_last else self._write_ids(draft),
-            template_sha256=template_sha256(self._text()) if draft.requests else None,
-            figures=Figures() if sample else self._figures(draft.requests),
+            templates={model_id: template_sha256(self._text(model_id)) for model_id in by_model(draft.requests)},
+            figures={} if sample else self._figures(draft.requests),
             estimate=self._estimated(draft, sample) if sample else None,
             rejected=[_problem(line) for line in draft.rejected[: settings.max_problems]],
             num_rejected=len(draft.rejected),
@@ -210,7 +214,8 @@ class _QuotePlanner:
         other = prompt_advice.other_order(draft.chats)
         if other is None:
             return None
-        text, requests = self._text(), draft.requests[: len(draft.chats)]
+        requests = draft.requests[: len(draft.chats)]
+        text = self._text(requests[0].model_id)
         try:
             prompts = text.encode_prompts([text.render(chat) for chat in other.chats])
         except RequestError:  # the template wants the messages as they are
@@ -219,7 +224,7 @@ class _QuotePlanner:
             replace(request, prompt=np.array(prompt, dtype=">u4").tobytes())
             for request, prompt in zip(requests, prompts, strict=True)
         ]
-        now, then = self._figures(requests), self._figures(moved)
+        now, then = self._added(requests), self._added(moved)
         return Advice(
             lines=len(requests),
             moved_lines=other.num_moved,

@@ -13,7 +13,8 @@ from typing import Any
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import garbage_queries, quote_figures
+from batchsvc.batches import garbage_queries, model_pins, quote_figures
+from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.plan_queries import Input, PlanClaim, WindowObject
 from batchsvc.batches.prompt_advice import Advice
 from batchsvc.batches.quote_figures import Figures, Lengths
@@ -27,6 +28,7 @@ from batchsvc.money import Rates, divide_half_even
 
 QUEUED, READY, FAILED = "queued", "ready", "failed"
 _KEEP_MS = 30 * 86_400_000  # how long a quote can be looked at
+_NO_RATES = {"input": 0, "cached_input": 0, "output": 0}  # of a quote that no line runs of
 _LATEST_BATCHES, _LATEST_PARTS = 20, 1_000  # whose answers tell how long the next ones get
 
 
@@ -58,8 +60,8 @@ class QuotedWindow:
     num_lines: int
     num_prompts: int
     ids: WindowObject | None
-    template_sha256: str | None
-    figures: Figures
+    templates: Mapping[str, str]
+    figures: Mapping[str, Figures]
     estimate: Mapping[str, Any] | None
     rejected: Sequence[Problem]
     num_rejected: int
@@ -118,6 +120,7 @@ def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteC
         finished_windows=[WindowObject(key=window["key"], sha256=window["sha256"]) for window in row.windows],
         limits=row.plan_limits,
         template_sha256=row.template_sha256,
+        models=row.models,
     )
     return QuoteClaim(plan=plan, sample_lines=row.sample_lines, input_sha256=row.input_sha256)
 
@@ -141,6 +144,7 @@ def start_over(session: Session, quote_id: str, epoch: int) -> None:
     if (row := _mine(session, quote_id, epoch)) is not None:
         _discard_windows(session, row)
         row.found = row.problems = row.errors = row.advice = None
+        row.models = None if row.models is None else {}
         row.num_lines = row.num_rejected = row.errors_total = row.plan_lease_ms = 0
 
 
@@ -153,15 +157,22 @@ def pin_model(session: Session, quote_id: str, epoch: int, model_id: str) -> Quo
     if row is None:
         return None
     model = session.get_one(Model, model_id)
-    if row.rates is None:
+    pin = model_pins.pin_of(row, model_id)
+    if pin is None:
         tier, standard = (
             billing.rates_for(session, model_id, name, row.price_version) for name in (row.tier, STANDARD_TIER)
         )
-        lengths = quote_figures.lengths_of(_finished(session, row, model.digest))
-        row.model_id, row.model_digest = model.id, model.digest
-        row.rates = {"tier": asdict(tier), "standard": asdict(standard)}
-        row.lengths = None if lengths is None else asdict(lengths)
-    return QuotedModel(path=model.path, rates=rates_of(row), lengths=Lengths(**row.lengths) if row.lengths else None)
+        rates = {"tier": asdict(tier), "standard": asdict(standard)}
+        found = quote_figures.lengths_of(_finished(session, row, model.digest))
+        lengths = None if found is None else asdict(found)
+        pin = ModelPin(model.id, model.digest, rates)
+        if row.models is None:
+            row.model_id, row.model_digest, row.rates, row.lengths = model.id, model.digest, rates, lengths
+        else:
+            row.models = {**row.models, model.id: {"digest": model.digest, "rates": rates, "lengths": lengths}}
+    known = row.lengths if row.models is None else row.models[model_id]["lengths"]
+    rates_now = Rates(**pin.rates["tier"])
+    return QuotedModel(path=model.path, rates=rates_now, lengths=Lengths(**known) if known else None)
 
 
 def add_window(
@@ -177,8 +188,12 @@ def add_window(
     place = {"last_line": window.last_line, "next_offset": window.next_offset, "num_prompts": window.num_prompts}
     row.windows = [*row.windows, {**place, "key": ids.key if ids else "", "sha256": ids.sha256 if ids else ""}]
     row.num_lines += window.num_lines
-    row.template_sha256 = window.template_sha256 or row.template_sha256
-    row.found = asdict(figures_of(row) + window.figures) if window.estimate is None else dict(window.estimate)
+    if row.models is None:
+        row.template_sha256 = next(iter(window.templates.values()), row.template_sha256)
+        added = sum(window.figures.values(), figures_of(row))
+        row.found = asdict(added) if window.estimate is None else dict(window.estimate)
+    else:
+        row.models = {name: _with_window(name, pin, window) for name, pin in row.models.items()}
     row.problems = _listed(row.problems, window.rejected, max_problems)
     row.num_rejected += window.num_rejected
     row.errors = _listed(row.errors, window.problems, max_problems)
@@ -232,9 +247,30 @@ def is_queued(session: Session, quote_id: str) -> bool:
     return session.scalar(select(Quote.status).where(Quote.id == quote_id)) == QUEUED
 
 
+def _with_window(model_id: str, pin: dict[str, Any], window: QuotedWindow) -> dict[str, Any]:
+    """What a quote knows of one of its models, with what a window adds."""
+    if model_id not in window.figures:
+        return pin
+    added = quote_figures.from_json(pin.get("found")) + window.figures[model_id]
+    return {**pin, "template_sha256": window.templates[model_id], "found": asdict(added)}
+
+
 def figures_of(row: Quote) -> Figures:
     """The figures of a quote (not of an estimate) so far."""
-    return quote_figures.from_json(row.found)
+    if row.models is None:
+        return quote_figures.from_json(row.found)
+    return sum((quote_figures.from_json(pin.get("found")) for pin in row.models.values()), Figures())
+
+
+def costs_of(row: Quote) -> dict[str, Any]:
+    """What the lines of a quote cost, as the API shows it."""
+    if row.models is None:
+        return quote_figures.shown_costs(figures_of(row), rates_of(row) if row.rates else Rates(**_NO_RATES))
+    costs = quote_figures.shown_costs(Figures(), Rates(**_NO_RATES))
+    for pin in row.models.values():
+        found = quote_figures.from_json(pin.get("found"))
+        costs = quote_figures.sum_of(costs, quote_figures.shown_costs(found, Rates(**pin["rates"]["tier"])))
+    return costs
 
 
 def rates_of(row: Quote) -> Rates:

@@ -22,6 +22,7 @@ class CreateQuote(BaseModel):
     endpoint: str = "/v1/chat/completions"
     completion_window: str = "24h"
     model: str | None = Field(default=None, min_length=1, max_length=255)
+    models: Literal["one", "by_line"] = "one"
     on_invalid: Literal["fail", "skip"] = "fail"
     sample: int | None = Field(default=None, ge=1, le=100_000)
 
@@ -42,6 +43,7 @@ def quote_object(row: Quote) -> dict[str, Any]:
         "on_invalid": row.on_invalid,
         "model": row.model_id or row.model_requested,
         "model_digest": row.model_digest,
+        "models": _models(row),
         "template_sha256": row.template_sha256,
         "tier": row.tier,
         "price_version": row.price_version,
@@ -53,10 +55,11 @@ def quote_object(row: Quote) -> dict[str, Any]:
     }
     if row.status != quote_queries.READY:
         return shown
-    basis = "finished_lines" if row.lengths else "max_tokens"
-    seen = {"output_basis": basis, "finished_lines": row.lengths["lines"] if row.lengths else 0}
-    rates = quote_queries.rates_of(row) if row.rates else Rates(input=0, cached_input=0, output=0)
+    known = [row.lengths] if row.models is None else [pin["lengths"] for pin in row.models.values()]
+    basis = "finished_lines" if known and all(known) else "max_tokens"
+    seen = {"output_basis": basis, "finished_lines": sum(lengths["lines"] for lengths in known if lengths)}
     if is_estimate:
+        rates = quote_queries.rates_of(row) if row.rates else Rates(input=0, cached_input=0, output=0)
         return shown | _estimate(row.found or {}, rates, row.num_lines) | seen
     found = quote_queries.figures_of(row)
     return {
@@ -66,9 +69,24 @@ def quote_object(row: Quote) -> dict[str, Any]:
             "input_tokens": found.input_tokens,
             "input_tokens_details": {"cached_tokens": found.cached_tokens},
         },
-        "cost": quote_figures.shown_costs(found, rates),
+        "cost": quote_queries.costs_of(row),
         **seen,
         "advice": _advice(row),
+    }
+
+
+def _models(row: Quote) -> dict[str, Any] | None:
+    """Of each model that lines name: what is pinned of it."""
+    if row.models is None:
+        return None
+    return {
+        name: {
+            "digest": pin["digest"],
+            "template_sha256": pin.get("template_sha256"),
+            "rates": pin["rates"]["tier"],
+            "lines": (pin.get("found") or {}).get("lines", 0),
+        }
+        for name, pin in sorted(row.models.items())
     }
 
 

@@ -6,13 +6,14 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.service import Caller
 from batchsvc.batches import quote_queries, terms
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.batches.planning import PlanProgress
 from batchsvc.batches.quote_planning import plan_next_window
 from batchsvc.batches.quote_schemas import CreateQuote
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Quote
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import NotFoundError, UnavailableError
+from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import service as files
 from batchsvc.files.formats import HEAD_BYTES, is_plain
 from batchsvc.files.lines import UnreadableFileError
@@ -39,6 +40,7 @@ def create_quote(session: Session, caller: Caller, body: CreateQuote, settings: 
     window = terms.window_of(body.endpoint, body.completion_window, settings)
     now = database_now_ms(session)
     file = terms.input_file(session, caller.project_id, body.input_file_id)
+    _check(body)
     pinned = terms.pinned_now(session, window, body.model, now)
     row = Quote(
         id=quote_id,
@@ -54,6 +56,7 @@ def create_quote(session: Session, caller: Caller, body: CreateQuote, settings: 
         on_invalid=body.on_invalid,
         created_ms=now,
         model_requested=body.model,
+        models={} if body.models == BY_LINE else None,
         price_version=pinned.price_version,
         aliases=pinned.aliases,
         plan_limits={name: getattr(settings, name) for name in _PINNED_SETTINGS},
@@ -62,6 +65,16 @@ def create_quote(session: Session, caller: Caller, body: CreateQuote, settings: 
     session.add(row)
     session.flush()
     return row
+
+
+def _check(body: CreateQuote) -> None:
+    terms.check_models(body.models, body.model)
+    if body.models == BY_LINE and body.sample is not None:
+        raise InvalidRequestError(
+            "sample: an estimate is of one model; quote the whole file where each line names its own.",
+            code="invalid_value",
+            param="sample",
+        )
 
 
 def get(session: Session, project_id: str, quote_id: str) -> Quote:

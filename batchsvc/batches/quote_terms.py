@@ -6,11 +6,13 @@ it is planned and paid as it was quoted. Options that the call leaves out are th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import models, quote_queries
+from batchsvc.batches import model_pins, models, quote_queries
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Model, Quote
 from batchsvc.db.session import database_now_ms
@@ -29,7 +31,7 @@ def quote_of(session: Session, project_id: str, body: CreateBatch) -> Quote | No
 
 def with_options_of(body: CreateBatch, row: Quote) -> CreateBatch:
     """The call with the quote's options where it names none itself."""
-    quoted = {"model": row.model_requested, "on_invalid": row.on_invalid}
+    quoted = {"model": row.model_requested, "models": _mode(row), "on_invalid": row.on_invalid}
     return body.model_copy(update={name: value for name, value in quoted.items() if name not in body.model_fields_set})
 
 
@@ -40,8 +42,9 @@ def pins(session: Session, body: CreateBatch, row: Quote, input_sha256: str) -> 
     differ from what was quoted.
     """
     _check_usable(session, row)
-    model = models.resolve(session, row.model_id or "", {})
-    _check_same(body, row, input_sha256, model)
+    found = {pin.id: models.resolve(session, pin.id, {}) for pin in model_pins.pins_of(row)}
+    _check_same(body, row, input_sha256, found)
+    model = found.get(row.model_id or "")
     formats = {} if model is None else {"weight_format": model.weight_format, "kv_format": model.kv_format}
     return {
         "quote_id": row.id,
@@ -51,9 +54,20 @@ def pins(session: Session, body: CreateBatch, row: Quote, input_sha256: str) -> 
         "model_digest": row.model_digest,
         "template_sha256": row.template_sha256,
         "rates": row.rates,
+        "models": None if row.models is None else {name: _pinned(pin, found[name]) for name, pin in row.models.items()},
         "plan_limits": row.plan_limits,
         **formats,
     }
+
+
+def _mode(row: Quote) -> str:
+    return "one" if row.models is None else BY_LINE
+
+
+def _pinned(pin: dict[str, Any], model: Model | None) -> dict[str, Any]:
+    """What a batch pins of a model that was quoted."""
+    formats = {} if model is None else {"weight_format": model.weight_format, "kv_format": model.kv_format}
+    return {**{name: pin.get(name) for name in ("digest", "rates", "template_sha256")}, **formats}
 
 
 def _check_usable(session: Session, row: Quote) -> None:
@@ -67,11 +81,12 @@ def _check_usable(session: Session, row: Quote) -> None:
         raise _refusal("quote_expired", f"{row.id} has expired: ask for a new quote.")
 
 
-def _check_same(body: CreateBatch, row: Quote, input_sha256: str, model: Model | None) -> None:
+def _check_same(body: CreateBatch, row: Quote, input_sha256: str, found: Mapping[str, Model | None]) -> None:
     quoted = {
         "endpoint": row.endpoint,
         "completion_window": row.completion_window,
         "model": row.model_requested,
+        "models": _mode(row),
         "on_invalid": row.on_invalid,
     }
     changed: dict[str, str] = {}
@@ -81,9 +96,11 @@ def _check_same(body: CreateBatch, row: Quote, input_sha256: str, model: Model |
     for name, value in quoted.items():
         if getattr(body, name) != value:
             changed[name] = f"{name} is {getattr(body, name)}, not {value}"
-    if row.model_id is not None and (model is None or model.digest != row.model_digest):
-        now = "is gone" if model is None else f"has the digest {model.digest}"
-        changed["quote_id"] = f"the model {row.model_id} {now}, not {row.model_digest}"
+    for pin in model_pins.pins_of(row):
+        model = found[pin.id]
+        if model is None or model.digest != pin.digest:
+            now = "is gone" if model is None else f"has the digest {model.digest}"
+            changed["quote_id"] = f"the model {pin.id} {now}, not {pin.digest}"
     if changed:
         param = next(iter(changed))
         raise InvalidRequestError(

@@ -89,7 +89,7 @@ class WindowReader:
         self._claim = claim
         self._keep = keep
         self._path_of = path_of
-        self._text: TextModel | None = None
+        self._texts: dict[str, TextModel] = {}
         self._resolve = lru_cache(maxsize=1024)(self._resolve_anew)
         self._check: EnvelopeCheck | None = None
 
@@ -120,6 +120,7 @@ class WindowReader:
             seen=self._seen_ids(),
             model_id=model_id,
             is_model_given=claim.model_requested is not None,
+            is_by_line=claim.is_by_line,
         )
         try:
             with closing(self._records()) as records:
@@ -196,20 +197,20 @@ class WindowReader:
             model = plan_queries.resolve(session, name, self._claim.aliases)
             return None if model is None else model.id
 
-    def _text_model(self) -> TextModel:
-        """The tokenizer and template of the model; the first call settles the model of the batch."""
+    def _text_model(self, model_id: str) -> TextModel:
+        """The tokenizer and template of a model; the first call settles the model of the batch."""
         self._keep()
-        if self._text is None:
-            assert self.model_id is not None, "a line is only rendered after the model is settled"
+        if model_id not in self._texts:
             try:
-                self._text = self._context.text_loader(self._path_of(self.model_id))
+                text = self._context.text_loader(self._path_of(model_id))
             except ModelError as error:
                 raise BatchFailedError("model_not_available", str(error), "model") from error
-            quoted = self._claim.template_sha256
-            if quoted is not None and quoted != template_sha256(self._text):
-                says = f"The chat template of {self.model_id} has changed since it was quoted."
+            quoted = self._claim.quoted_template(model_id)
+            if quoted is not None and quoted != template_sha256(text):
+                says = f"The chat template of {model_id} has changed since it was quoted."
                 raise BatchFailedError("quote_changed", says, "quote_id")
-        return self._text
+            self._texts[model_id] = text
+        return self._texts[model_id]
 
     def _kept(self, chunks: Iterator[bytes]) -> Generator[bytes, None, None]:
         for chunk in chunks:

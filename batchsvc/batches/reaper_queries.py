@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from batchsvc.batches import lifecycle
 from batchsvc.batches.claim_rank import latest_start_ms
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Part, Window
+from batchsvc.batches.tables import Batch, Part, Unit, Window
 from batchsvc.db.session import database_now_ms
 
 _RATE_MS = 600_000  # how far back a rate is looked for,
@@ -86,10 +86,10 @@ def keep_latest_starts(session: Session) -> int:
 def _rates(session: Session, now_ms: int) -> dict[str, float]:
     """Predicted tokens a second that a model's workers finish, by digest. Served by ix_parts_created."""
     rows = session.execute(
-        select(Batch.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
-        .join(Batch, Batch.id == Part.batch_id)
+        select(Unit.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
+        .join(Unit, Unit.id == Part.unit_id)
         .where(Part.created_ms > now_ms - _RATE_MS, Part.unit_id.is_not(None), Part.is_void.is_(False))
-        .group_by(Batch.model_digest)
+        .group_by(Unit.model_digest)
     )
     spans = {digest or "": (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
     return {digest: tokens * 1000 / span_ms for digest, (tokens, span_ms) in spans.items() if span_ms >= _RATE_LEAST_MS}

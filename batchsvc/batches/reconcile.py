@@ -133,13 +133,19 @@ class Prices:
 
     own: Mapping[str, int]
     standard: Mapping[str, int]
+    by_model: Mapping[str, Prices] | None = None  # instead of these, if each line names its model
+
+    def of(self, model: str | None) -> Prices:
+        """What a line that ran on this model was to be paid by."""
+        return self if self.by_model is None else self.by_model[model or ""]
 
 
 def add_output_line(report: Report, place: str, text: bytes, prices: Prices, sums: Sums) -> int:
     """Adds a line of an output file and checks it by itself. Returns its line number."""
     row = json.loads(text)
     number = row["line"]
-    _add_usage(report, f"{place} line {number} ({row['custom_id']})", row["response"]["body"]["usage"], prices, sums)
+    body = row["response"]["body"]
+    _add_usage(report, f"{place} line {number} ({row['custom_id']})", body["usage"], prices.of(body.get("model")), sums)
     sums.ok += 1
     return int(number)
 
@@ -156,7 +162,8 @@ def add_part_line(report: Report, place: str, text: bytes, prices: Prices, sums:
         sums.failed += 1
         return int(number)
     own = Sums()
-    _add_usage(report, where, row["response"]["body"]["usage"], prices, own)
+    body = row["response"]["body"]
+    _add_usage(report, where, body["usage"], prices.of(body.get("model")), own)
     for name in names:
         report.compare(where, f"{name} at its head", head[name], own.number(name))
         setattr(sums, name, sums.number(name) + head[name])

@@ -63,9 +63,10 @@ _PRICES = (
     " WHERE version = :version AND model IN (:model, 'default') AND tier IN (:tier, 'standard')"
 )
 _PARTS = (
-    "SELECT id, unit_id, is_void, s3_key, sha256, bitmap, created_ms, "  # noqa: S608  names of ours
-    + ", ".join(_PART_COLUMNS)
-    + " FROM parts WHERE batch_id = :batch AND id > :after ORDER BY id LIMIT :page"
+    "SELECT p.id, p.unit_id, p.is_void, p.s3_key, p.sha256, p.bitmap, p.created_ms, u.model_id, "  # noqa: S608  ours
+    + ", ".join(f"p.{name}" for name in _PART_COLUMNS)
+    + " FROM parts p LEFT JOIN units u ON u.id = p.unit_id"
+    + " WHERE p.batch_id = :batch AND p.id > :after ORDER BY p.id LIMIT :page"
 )
 _PART_USAGE = "SELECT * FROM usage WHERE part_id IN :ids"
 _PART_POSTINGS = (
@@ -122,19 +123,26 @@ class BatchAudit:
     def _compare_rates(self, now: Snapshot) -> None:
         """The pinned rates against the price book, which nobody can change."""
         batch = self._batch
-        pinned = decoded(batch["rates"])
-        if pinned is None:
-            return
-        self._prices = Prices(own=pinned["tier"], standard=pinned["standard"])
+        by_line, pinned = decoded(batch["models"]), decoded(batch["rates"])
+        if by_line is not None:
+            each = {name: self._compared_rates(now, name, pin["rates"]) for name, pin in by_line.items()}
+            self._prices = Prices(own={}, standard={}, by_model=each)
+        elif pinned is not None:
+            self._prices = self._compared_rates(now, batch["model_id"], pinned)
+
+    def _compared_rates(self, now: Snapshot, model: str, pinned: dict[str, Any]) -> Prices:
+        """The rates of a model, having compared them with the price book."""
+        batch, prices = self._batch, Prices(own=pinned["tier"], standard=pinned["standard"])
         book: dict[tuple[str, str], dict[str, int]] = {}
-        values = {"version": batch["price_version"], "model": batch["model_id"], "tier": batch["tier"]}
+        values = {"version": batch["price_version"], "model": model, "tier": batch["tier"]}
         for row in now.rows(_PRICES, **values):
             book.setdefault((row["model"], row["tier"]), {})[row["kind"]] = row["nanos_per_mtok"]
-        for tier, rates in ((batch["tier"], self._prices.own), ("standard", self._prices.standard)):
-            own = book.get((batch["model_id"], tier), {})
+        for tier, rates in ((batch["tier"], prices.own), ("standard", prices.standard)):
+            own = book.get((model, tier), {})
             listed = own if len(own) == len(_KINDS) else book.get(("default", tier), {})
             for kind in _KINDS:
                 self._report.compare(f"{self._id} pinned rates", f"{tier} {kind}", rates[kind], listed.get(kind))
+        return prices
 
     def _compare_sums(self, now: Snapshot) -> None:
         """The columns of the batch, and its usage, against its parts."""
@@ -164,14 +172,14 @@ class BatchAudit:
             )
 
     def _compare_hours(self, now: Snapshot) -> None:
-        stored = {row["hour_ms"]: row for row in now.rows(_STORED_HOURS, batch=self._id)}
+        stored = {(row["hour_ms"], row["model"]): row for row in now.rows(_STORED_HOURS, batch=self._id)}
         for row in now.rows(_HOURS, batch=self._id):
             place = f"{self._id} usage_hours {row['hour_ms']}"
-            kept = stored.pop(row["hour_ms"], {})
+            kept = stored.pop((row["hour_ms"], row["model"]), {})
             for name in (*_USAGE, *_USAGE_KEYS):
                 added = int(row[name]) if name in _USAGE else row[name]
                 self._report.compare(place, name, kept.get(name), added)
-        for hour_ms, row in stored.items():
+        for (hour_ms, _), row in stored.items():
             self._report.compare(f"{self._id} usage_hours {hour_ms}", "cost_nanos", row["cost_nanos"], None)
 
     # ---- parts
@@ -215,7 +223,7 @@ class BatchAudit:
             place = f"{self._id} usage row {row_id}"
             for name, column in zip(_USAGE, _USAGE_OF_PART, strict=True):
                 self._report.compare(place, name, _of(row, name), sign * part[column])
-            wanted = {**self._batch, "model": self._batch["model_id"] or ""}
+            wanted = {**self._batch, "model": part["model_id"] or self._batch["model_id"] or ""}
             for name in (*_USAGE_KEYS, "batch_id"):
                 self._report.compare(place, name, _of(row, name), wanted["id" if name == "batch_id" else name])
             if sign > 0:

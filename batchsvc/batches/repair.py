@@ -18,7 +18,7 @@ from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.plan_queries import RejectedPart, WindowObject
 from batchsvc.batches.reading import BatchFailedError, PlanContext, WindowReader
 from batchsvc.batches.repair_queries import Broken, Rebuilt
-from batchsvc.batches.unit_plan import error_part, unit_objects
+from batchsvc.batches.unit_plan import by_model, error_part, unit_objects
 from batchsvc.batches.window import WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.files.lines import UnreadableFileError
@@ -59,7 +59,7 @@ def rebuild_next_window(context: PlanContext, batch_id: str, owner: str) -> bool
 def _rebuild(context: PlanContext, broken: Broken, lease: KeptLease) -> Rebuilt:
     nothing = Rebuilt(units={}, rejected=None, line_nos=None)
     claim = broken.claim
-    reader = WindowReader(context, claim, keep=lease.check, path_of=lambda _: broken.model_path)
+    reader = WindowReader(context, claim, keep=lease.check, path_of=lambda name: broken.model_paths.get(name, ""))
     limits = window.Limits(
         window_lines=broken.num_lines,
         window_tokens=_NO_LIMIT,
@@ -86,7 +86,8 @@ def _units(context: PlanContext, broken: Broken, draft: WindowDraft, lease: Kept
     for unit_id, sha256 in broken.units.items():
         wanted.setdefault(sha256, []).append(unit_id)
     made: dict[str, str] = {}
-    for no, unit in enumerate(unit_objects(draft.requests, context.settings)):
+    groups = by_model(draft.requests).values()
+    for no, unit in enumerate(unit for group in groups for unit in unit_objects(group, context.settings)):
         lease.check()
         if unit.sha256 in wanted:
             key = keys.unit(broken.claim.batch_id, broken.claim.epoch, no)

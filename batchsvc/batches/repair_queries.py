@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, exists, func, select
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import plan_queries
+from batchsvc.batches import model_pins, plan_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.plan_queries import Input, PlanClaim, RejectedPart, WindowObject
 from batchsvc.batches.tables import Batch, Model, Part, Unit, Window
@@ -33,7 +33,7 @@ class Broken:
     part to make again, 0 for none. `claim` reads the window as it was read first."""
 
     claim: PlanClaim
-    model_path: str
+    model_paths: dict[str, str]  # of what is pinned; "" where a model is gone
     num_lines: int
     units: dict[str, str]
     num_rejected: int
@@ -88,7 +88,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
             Part.batch_id == batch_id, Part.window_no == window.no, Part.unit_id.is_(None), ~Part.is_void
         )
     )
-    model = session.get(Model, batch.model_id or "")
+    found = {pin.id: session.get(Model, pin.id) for pin in model_pins.pins_of(batch)}
     return Broken(
         claim=PlanClaim(
             batch_id=batch_id,
@@ -110,8 +110,9 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
             limits=batch.plan_limits,
             template_sha256=batch.template_sha256,
             chosen_lines=batch.chosen_lines,
+            models=batch.models,
         ),
-        model_path=model.path if model else "",
+        model_paths={name: model.path if model else "" for name, model in found.items()},
         num_lines=window.num_lines,
         units={unit.id: unit.sha256 for unit in units},
         num_rejected=window.num_rejected - int(rejected or 0),

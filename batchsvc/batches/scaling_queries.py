@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.batches import queries, unit_queries
 from batchsvc.batches.offpeak import Night
-from batchsvc.batches.tables import Batch, Part
+from batchsvc.batches.tables import Part, Unit
 from batchsvc.batches.unit_queries import Backlog
 from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.db.session import database_now_ms
@@ -67,10 +67,10 @@ def demands(session: Session, night: Night, renew_s: float) -> list[Demand]:
 def _rates(session: Session, workers: dict[str, int], now_ms: int) -> dict[str, float]:
     """What one worker of a model did in a second, on average over the last minutes. Served by ix_parts_created."""
     done = (
-        select(Batch.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
-        .join(Batch, Batch.id == Part.batch_id)
+        select(Unit.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
+        .join(Unit, Unit.id == Part.unit_id)
         .where(Part.created_ms >= now_ms - _LOOK_BACK_MS, Part.unit_id.is_not(None), Part.est_tokens > 0)
-        .group_by(Batch.model_digest)
+        .group_by(Unit.model_digest)
     )
     return {
         digest: int(tokens) * 1000 / max(now_ms - first_ms, _LEAST_SEEN_MS) / max(1, workers.get(digest, 0))

@@ -32,6 +32,7 @@ class CreateBatch(BaseModel):
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
     model: str | None = Field(default=None, min_length=1, max_length=255)
+    models: Literal["one", "by_line"] = "one"  # of all lines, or of each its own
     on_invalid: Literal["fail", "skip"] = "fail"
     name: str | None = Field(default=None, min_length=1, max_length=128)
     priority: int = Field(default=0, ge=-10, le=10)
@@ -111,6 +112,7 @@ def batch_object(
         "metadata": row.metadata_json,
         "model": row.model_id or row.model_requested,
         "model_digest": row.model_digest,
+        "models": _models(row),
         "weight_format": row.weight_format,
         "kv_format": row.kv_format,
         "on_invalid": row.on_invalid,
@@ -168,6 +170,14 @@ def demand_object(demand: Demand) -> dict[str, Any]:
         "backlog_seconds": round(demand.backlog_seconds, 3),
         "workers": demand.workers,
     }
+
+
+def _models(row: Batch) -> dict[str, Any] | None:
+    """Of a batch whose lines name their models: what is pinned of each. Null: it has one."""
+    if row.models is None:
+        return None
+    shown = ("digest", "weight_format", "kv_format")
+    return {name: {key: pin.get(key) for key in shown} for name, pin in sorted(row.models.items())}
 
 
 def _usage(row: Batch) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from batchsvc.accounts.service import Caller
 from batchsvc.batches import export_queries, outlook, poison_queries, queries, quote_terms, terms, waiting
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
@@ -51,6 +52,7 @@ def create_batch(
     quote = quote_terms.quote_of(session, caller.project_id, body)
     if quote is not None:
         body = quote_terms.with_options_of(body, quote)
+    terms.check_models(body.models, body.model)
     file = terms.input_file(session, caller.project_id, body.input_file_id or "")
     if is_retry:
         for earlier in queries.batches_like(session, caller.api_key_id, file.id, now - RETRY_MS):
@@ -58,6 +60,7 @@ def create_batch(
                 return earlier
     if quote is None:
         pins = asdict(terms.pinned_now(session, window, body.model, now))
+        pins["models"] = {} if body.models == BY_LINE else None
     else:
         pins = quote_terms.pins(session, body, quote, file.sha256)
     row = Batch(
@@ -250,5 +253,6 @@ def is_same(row: Batch, body: CreateBatch) -> bool:
         and (row.model_requested, row.on_invalid, row.on_quota, row.priority, row.max_cost_nanos)
         == (body.model, body.on_invalid, body.on_quota, body.priority, _max_cost_nanos(body))
         and (row.output_expires_after_s, row.quote_id) == (expires_s, body.quote_id)
+        and (row.models is not None) == (body.models == BY_LINE)
         and row.output_s3 == (str(parse_prefix(body.output_s3, "output_s3")) if body.output_s3 else None)
     )

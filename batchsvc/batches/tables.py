@@ -70,6 +70,7 @@ class Batch(Base):
     rates: Mapped[dict[str, Any] | None] = mapped_column(
         Json
     )  # {"tier": {...}, "standard": {...}}, pinned when the model is
+    models: Mapped[dict[str, Any] | None] = mapped_column(Json)  # instead, if each line has its own: see model_pins.py
     aliases: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the alias table, pinned at creation
     quote_id: Mapped[str | None] = mapped_column(String(64))  # the quote that it was created with, and what that pins:
     plan_limits: Mapped[dict[str, Any] | None] = mapped_column(Json)  # settings of the planner
@@ -208,6 +209,7 @@ class Unit(Base):
     batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"))
     project_id: Mapped[str] = mapped_column(String(64))
     model_digest: Mapped[str] = mapped_column(String(64))
+    model_id: Mapped[str | None] = mapped_column(String(255))  # null: the batch's
     window_no: Mapped[int] = mapped_column(Integer)
     no: Mapped[int] = mapped_column(Integer)  # position in the plan of the batch
     s3_key: Mapped[str] = mapped_column(String(512))
@@ -299,6 +301,7 @@ class Quote(Base):
     template_sha256: Mapped[str | None] = mapped_column(String(64))
     price_version: Mapped[int] = mapped_column(Integer)
     rates: Mapped[dict[str, Any] | None] = mapped_column(Json)  # as a batch's
+    models: Mapped[dict[str, Any] | None] = mapped_column(Json)  # likewise; with lengths and figures of each
     aliases: Mapped[dict[str, Any]] = mapped_column(Json)
     plan_limits: Mapped[dict[str, Any]] = mapped_column(Json)  # settings of the planner that its figures depend on
     lengths: Mapped[dict[str, Any] | None] = mapped_column(Json)  # of the answers that finished lines got

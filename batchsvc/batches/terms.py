@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 from batchsvc.batches import completion, endpoints, models
 from batchsvc.batches.completion import CompletionWindow
 from batchsvc.batches.message_body import MESSAGES
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.billing import service as billing
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files import service as files
@@ -57,6 +58,14 @@ def input_file(session: Session, project_id: str, file_id: str) -> File:
             param="input_file_id",
         )
     return file
+
+
+def check_models(models: str, model: str | None) -> None:
+    """Raises InvalidRequestError for a call that names a model for all lines and lets each have its own."""
+    if models == BY_LINE and model is not None:
+        raise InvalidRequestError(
+            'models: with "by_line" each line names its model; leave out `model`.', code="invalid_value", param="models"
+        )
 
 
 def pinned_now(session: Session, window: CompletionWindow, model: str | None, now_ms: int) -> Pinned:

@@ -56,6 +56,14 @@ def error_part(batch_id: str, plan_epoch: int, rejected: Sequence[PartLine]) -> 
     return part, data
 
 
+def by_model(requests: Sequence[PlannedRequest]) -> dict[str, list[PlannedRequest]]:
+    """Requests by the model that they run on, which is planned for itself: nothing is shared between models."""
+    found: dict[str, list[PlannedRequest]] = {}
+    for request in requests:
+        found.setdefault(request.model_id, []).append(request)
+    return found
+
+
 def unit_objects(requests: Sequence[PlannedRequest], settings: Settings) -> Iterator[UnitObject]:
     """The units of a window in plan order."""
     for rows, uses in planned_units(requests, settings):

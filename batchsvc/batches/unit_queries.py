@@ -21,7 +21,15 @@ from sqlalchemy import Select, and_, bindparam, case, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
-from batchsvc.batches import budget_queries, claim_queries, poison_queries, progress_queries, result_queries, retry
+from batchsvc.batches import (
+    budget_queries,
+    claim_queries,
+    model_pins,
+    poison_queries,
+    progress_queries,
+    result_queries,
+    retry,
+)
 from batchsvc.batches.claim_queries import LeasedUnit
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.billing import service as billing
@@ -131,6 +139,7 @@ def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit
         return []
     rows = session.connection().execute(_claimed_statement(), {"p_ids": [unit.id for unit in leased]})
     found = {row.id: row for row in rows}
+    pins = {row.id: model_pins.pin_of(row, row.unit_model_id) for row in found.values()}
     return [
         ClaimedUnit(
             id=row.id,
@@ -145,9 +154,9 @@ def _claimed(session: Session, leased: Sequence[LeasedUnit]) -> list[ClaimedUnit
             is_suspect=row.is_suspect,
             attempts={int(bit): failed for bit, failed in (row.attempts or {}).items()},
             salt=row.salt,
-            model_id=row.model_id or "",
+            model_id=pin.id if (pin := pins[row.id]) else "",
             created_s=row.created_ms // 1000,
-            rates=row.rates or {},
+            rates=dict(pin.rates) if pin else {},
             is_metered=row.is_prepaid or row.budget_nanos is not None or row.max_cost_nanos is not None,
             resume_key=row.resume_key,
             resume_sha256=row.resume_sha256,
@@ -161,7 +170,8 @@ def _claimed_statement() -> Select[*tuple[Any, ...]]:
     unit = (Unit.id, Unit.epoch, Unit.batch_id, Unit.window_no, Unit.no, Unit.s3_key, Unit.sha256, Unit.num_lines)
     state = (Unit.done_bitmap, Unit.is_suspect, Unit.attempts, Unit.resume_key, Unit.resume_sha256)
     return (
-        select(*unit, *state, Batch.model_id, Batch.created_ms, Batch.rates, Project.salt)
+        select(*unit, *state, Unit.model_id.label("unit_model_id"), Batch.created_ms, Project.salt)
+        .add_columns(Batch.model_id, Batch.model_digest, Batch.rates, Batch.models)
         .add_columns(Batch.max_cost_nanos, Project.budget_nanos, Project.is_prepaid)
         .join(Batch, Batch.id == Unit.batch_id)
         .join(Project, Project.id == Unit.project_id)
@@ -260,7 +270,7 @@ def commit_part(session: Session, unit_id: str, epoch: int, part: NewPart) -> bo
     poison_queries.note_progress(batch, unit)
     budget_queries.cover(session, batch)
     session.flush()
-    billing.post_part(session, batch, row)
+    billing.post_part(session, batch, row, model_id=unit.model_id)
     ran = part.input_tokens - part.cached_tokens + part.output_tokens
     claim_queries.charge(session, batch.project_id, unit.model_digest, ran)
     return True
@@ -364,6 +374,12 @@ def delayed_batches(session: Session, digests: Iterable[str]) -> set[str]:
     """Batches of these models that have units which were given back for later. Served by ix_units_claim."""
     later = (Unit.state == "ready", Unit.not_before_ms > database_now_ms(session))
     return set(session.scalars(select(Unit.batch_id).where(Unit.model_digest.in_(set(digests)), *later).distinct()))
+
+
+def open_models(session: Session, batch_id: str) -> dict[str, str]:
+    """The models of the unfinished units of a batch whose lines name theirs, with their digests."""
+    found = select(Unit.model_id, Unit.model_digest).where(Unit.batch_id == batch_id, Unit.state.in_(UNFINISHED))
+    return {row.model_id or "": row.model_digest for row in session.execute(found.distinct())}
 
 
 def take_first_tickets(session: Session, batch_id: str, *, is_night: bool = True) -> dict[str, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import queries, unit_queries
+from batchsvc.batches import model_pins, queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.tables import Batch
@@ -25,6 +25,7 @@ class Surroundings:
     night: Night
     served: frozenset[str]
     delayed: frozenset[str]
+    lacking: Mapping[str, str]  # by batch: what has work of it and no worker
 
 
 def alive_since_ms(session: Session, renew_s: float) -> int:
@@ -36,11 +37,24 @@ def look_around(session: Session, rows: Sequence[Batch], night: Night, renew_s: 
     """What these batches may wait for."""
     served: set[str] = set()
     delayed: set[str] = set()
-    if running := {row.model_digest or "" for row in rows if row.status == Status.IN_PROGRESS}:
+    lacking: dict[str, str] = {}
+    if running := [row for row in rows if row.status == Status.IN_PROGRESS]:
         served = queries.served_digests(session, alive_since_ms(session, renew_s))
-        delayed = unit_queries.delayed_batches(session, running)
+        pinned = {pin.digest for row in running for pin in model_pins.pins_of(row)}
+        delayed = unit_queries.delayed_batches(session, pinned)
+        for row in running:
+            if row.models is not None:
+                found = unit_queries.open_models(session, row.id)
+                idle = sorted(name for name, digest in found.items() if digest not in served)
+                lacking |= dict.fromkeys([row.id] if idle else [], ", ".join(idle))
+            elif row.model_digest not in served:
+                lacking[row.id] = row.model_id or ""
     return Surroundings(
-        now_ms=database_now_ms(session), night=night, served=frozenset(served), delayed=frozenset(delayed)
+        now_ms=database_now_ms(session),
+        night=night,
+        served=frozenset(served),
+        delayed=frozenset(delayed),
+        lacking=lacking,
     )
 
 
@@ -71,8 +85,8 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
         return "budget"
     if (starts := scheduled_ms(row, around)) is not None:
         return f"off-peak until {around.night.label(starts)}"
-    if row.model_digest not in around.served:
-        return f"no worker for model {row.model_id}"
+    if row.id in around.lacking:
+        return f"no worker for model {around.lacking[row.id]}"
     if row.id in around.delayed:  # lines that an engine failed, or work that a worker could not read
         return "some of its work failed and is tried again soon: the log of the engine worker says why"
     return None

@@ -48,6 +48,7 @@ class PlannedRequest:
 
     line_no: int
     custom_id: str
+    model_id: str = ""
     prompt: bytes
     params: dict[str, Any]
     fold_key: bytes | None
@@ -95,13 +96,13 @@ def collect(
     batch_id: str,
     limits: Limits,
     offset: int,
-    text_model: Callable[[], TextModel],
+    text_model: Callable[[str], TextModel],
     is_strict: bool,
     is_failing: bool,
     keeps_chats: int = 0,
     parse: Callable[[dict[str, Any]], Parsed] = parse_chat,
 ) -> WindowDraft:
-    """Reads one window. `text_model` is first called after a line has settled the model; `is_failing`: check only;
+    """Reads one window. `text_model` gives the text side of a line's model; `is_failing`: check only;
     `keeps_chats`: the messages of the first requests are kept, of so many tokens in all."""
     return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats, parse).collect(records)
 
@@ -112,7 +113,7 @@ class _Collector:
         batch_id: str,
         limits: Limits,
         offset: int,
-        text_model: Callable[[], TextModel],
+        text_model: Callable[[str], TextModel],
         is_strict: bool,
         is_failing: bool,
         keeps_chats: int,
@@ -167,7 +168,7 @@ class _Collector:
         try:
             _refuse_overflow(record.line)
             call = self._parse(record.line.body)
-            return _Waiting(record, *endpoints.prepare(call, self._text_model()))
+            return _Waiting(record, *endpoints.prepare(call, self._text_model(record.line.model_id)))
         except RequestError as error:
             return _Waiting(record, error=error)
 
@@ -179,12 +180,12 @@ class _Collector:
             if item.call is None or self._is_failing:
                 self._reject(item.record, item.error)
             else:
-                line_prompts = next(prompts)
+                line_prompts = next(prompts[_model_of(item)])
                 is_full = draft.input_tokens + sum(map(len, line_prompts)) > self._limits.window_tokens
                 if is_full and draft.requests:
                     return False
                 try:
-                    self._accept(item.record, item.call, line_prompts)
+                    self._accept(item, item.call, line_prompts)
                 except RequestError as error:
                     self._reject(item.record, error)
             draft.line_nos.append(item.record.line_no)
@@ -198,20 +199,25 @@ class _Collector:
             draft.rejected.clear()
         return True
 
-    def _prompts(self, waiting: list[_Waiting]) -> Iterator[list[list[int]]]:
-        prompts = [item.prompt for item in waiting if item.call is not None]
-        if not prompts or self._is_failing:
-            return iter(())
-        return tokenized(prompts, self._text_model())
+    def _prompts(self, waiting: list[_Waiting]) -> dict[str, Iterator[list[list[int]]]]:
+        """The tokens of the lines that have a call, in order, by their models."""
+        prompts: dict[str, list[LinePrompt]] = {}
+        if not self._is_failing:
+            for item in waiting:
+                if item.call is not None:
+                    prompts.setdefault(_model_of(item), []).append(item.prompt)
+        return {model_id: tokenized(texts, self._text_model(model_id)) for model_id, texts in prompts.items()}
 
-    def _accept(self, record: CheckedRecord, call: Call, prompts: list[list[int]]) -> None:
-        fitting = Fitting(meta=self._text_model().meta, default_max_tokens=self._limits.default_max_tokens)
+    def _accept(self, item: _Waiting, call: Call, prompts: list[list[int]]) -> None:
+        record, model_id = item.record, _model_of(item)
+        fitting = Fitting(meta=self._text_model(model_id).meta, default_max_tokens=self._limits.default_max_tokens)
         params = call.fit([len(prompt) for prompt in prompts], fitting)
         prompt_ids = [token for prompt in prompts for token in prompt]
         self._draft.requests.append(
             PlannedRequest(
                 line_no=record.line_no,
                 custom_id=record.custom_id or "",
+                model_id=model_id,
                 prompt=np.array(prompt_ids, dtype=">u4").tobytes(),
                 params=self._params.setdefault(orjson.dumps(params), params),
                 fold_key=fold_key(params),
@@ -240,6 +246,11 @@ class _Collector:
             status=None if error is None else 400,
         )
         self._draft.rejected.append(PartLine(line_no=record.line_no, is_ok=False, row=row))
+
+
+def _model_of(item: _Waiting) -> str:
+    assert item.record.line is not None, "only a line has a call"
+    return item.record.line.model_id
 
 
 def _refuse_overflow(line: Line) -> None:

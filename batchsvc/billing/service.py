@@ -164,22 +164,25 @@ def month_spending(session: Session, project_ids: Iterable[str]) -> Iterator[Mon
             yield MonthSpending(project_id, "prepaid", funds.month, funds.month_nanos, had)
 
 
-def post_part(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
-    """Adds a part's usage row and moves its cost from `reserved` to `revenue`. False when that was done before."""
+def post_part(session: Session, batch: BilledBatch, part: BilledPart, *, model_id: str | None = None) -> bool:
+    """Adds a part's usage row and moves its cost from `reserved` to `revenue`. False when that was done before.
+
+    `model_id`: what the part was run on, if that isn't the one model of its batch.
+    """
     posting = ledger.part(batch.project_id, batch.id, part.id, part.cost_nanos)
     if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=part.created_ms):
         return False
-    queries.insert_usage(session, _usage(batch, part, key=part.id, sign=1, created_ms=part.created_ms))
+    queries.insert_usage(session, _usage(batch, part, model_id, key=part.id, sign=1, created_ms=part.created_ms))
     return True
 
 
-def post_void(session: Session, batch: BilledBatch, part: BilledPart) -> bool:
+def post_void(session: Session, batch: BilledBatch, part: BilledPart, *, model_id: str | None = None) -> bool:
     """Takes a damaged part's usage and posting back by rows of their own. False when that was done before."""
     posting = ledger.void(batch.project_id, batch.id, part.id, part.cost_nanos)
     now = database_now_ms(session)
     if not queries.insert_posting(session, posting, price_version=batch.price_version, created_ms=now):
         return False
-    queries.insert_usage(session, _usage(batch, part, key=posting.key, sign=-1, created_ms=now))
+    queries.insert_usage(session, _usage(batch, part, model_id, key=posting.key, sign=-1, created_ms=now))
     return True
 
 
@@ -246,13 +249,15 @@ def post_credit(
     )
 
 
-def _usage(batch: BilledBatch, part: BilledPart, *, key: str, sign: int, created_ms: int) -> dict[str, Any]:
+def _usage(
+    batch: BilledBatch, part: BilledPart, model_id: str | None, *, key: str, sign: int, created_ms: int
+) -> dict[str, Any]:
     return {
         "part_id": key,
         "project_id": batch.project_id,
         "api_key_id": batch.api_key_id,
         "batch_id": batch.id,
-        "model": batch.model_id or "",
+        "model": model_id or batch.model_id or "",
         "tier": batch.tier,
         "endpoint": batch.endpoint,
         "price_version": batch.price_version,

@@ -55,7 +55,7 @@ class UsageRow(Base):
 
 
 class UsageHour(Base):
-    """The usage rows of one batch in one hour (UTC), added up, so that a month needn't read every part.
+    """The usage rows of one batch and model in one hour (UTC), added up, so that a month needn't read every part.
 
     A trigger of the database (revision 0003) adds every usage row to its hour in the same statement, whoever inserts
     it; nothing else writes here.
@@ -66,9 +66,9 @@ class UsageHour(Base):
 
     batch_id: Mapped[Id]
     hour_ms: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
+    model: Mapped[str] = mapped_column(String(255), primary_key=True)
     project_id: Mapped[str] = mapped_column(String(64))
     api_key_id: Mapped[str] = mapped_column(String(64))
-    model: Mapped[str] = mapped_column(String(255))
     tier: Mapped[str] = mapped_column(String(32))
     endpoint: Mapped[str] = mapped_column(String(64))
     price_version: Mapped[int] = mapped_column(Integer)

@@ -39,6 +39,7 @@ class Wish:
     on_invalid: str
     has_results: bool  # whether the file that it would write is there already
     quote_id: str | None = None  # at whose prices, if it matters
+    is_by_line: bool = False  # each line on the model that it names
     output_s3: str | None = None  # the prefix that the results go to, too
 
 
@@ -70,6 +71,7 @@ def is_same_work(batch: dict[str, Any], wish: Wish) -> bool:
         and metadata.get(MODEL_KEY) == wish.model
         and batch.get("endpoint", wish.endpoint) == wish.endpoint
         and (batch.get("on_invalid") or "fail") == wish.on_invalid
+        and (batch.get("models") is not None) == wish.is_by_line
         and wish.quote_id in (None, batch.get("quote_id"))
         and wish.output_s3 == (batch.get("output_s3") or {}).get("prefix")
     )

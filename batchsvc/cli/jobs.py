@@ -106,7 +106,7 @@ def show(
     share = (batch.get("progress") or {}).get("share")
     extra = {
         "Name": batch.get("name"),
-        "Model": batch.get("model"),
+        "Model": batch.get("model") or " and ".join(batch.get("models") or ()),
         "Priority": batch.get("priority"),
         "Progress": f"{math.floor(100 * share)} %" if share is not None else None,
         "Ends": " to ".join(outcome.local_time(ends[end]) for end in ("low", "high")) if ends else None,

@@ -79,11 +79,12 @@ def _asked(client: Client, console: Console, source: Source, wishes: dict[str, A
 def _show(found: dict[str, Any], console: Console, source: Source, flags: str, same: str) -> None:
     is_quote = found["object"] == "quote"
     counts, usage, cost = found["request_counts"], found["usage"], found["cost"]
+    models = found["model"] or " and ".join(found.get("models") or ())
     rejected = f", {counts['rejected']:,} of them rejected" if counts.get("rejected") else ""
     fields = {
         "Quote" if is_quote else "Estimate": found["id"],
         "Lines": f"{counts['total']:,}{rejected}",
-        "Model": f"{found['model']}, tier {found['tier']}, price book {found['price_version']}",
+        "Model": f"{models}, tier {found['tier']}, price book {found['price_version']}",
         "Input": _tokens(usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]),
     }
     if is_quote:

@@ -36,6 +36,9 @@ class LineOptions:
     model: Annotated[
         str | None, typer.Option("--model", metavar="M", help="Run every line on M, whatever its body.model says.")
     ] = None
+    by_line: Annotated[
+        bool, typer.Option("--models-by-line", help="Run each line on the model that it names: they may be several.")
+    ] = False
     skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Turn broken lines into error lines.")] = False
     window: Annotated[
         str, typer.Option("--window", metavar="W", help="How long the batch may take, of those that the server offers.")
@@ -53,7 +56,8 @@ class LineOptions:
 
     def extensions(self) -> dict[str, Any]:
         """The window, and those of our extensions that aren't as usual: another server need not know them."""
-        return {"completion_window": self.window, "on_invalid": "skip" if self.skip_invalid else "fail"}
+        asked = {"completion_window": self.window, "on_invalid": "skip" if self.skip_invalid else "fail"}
+        return asked | ({"models": "by_line"} if self.by_line else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +244,7 @@ class Job:
                 model=self.model,
                 endpoint=self.endpoint,
                 on_invalid=extensions["on_invalid"],
+                is_by_line=self.wanted.by_line,
                 has_results=has_results or is_s3,  # an object may have been replaced since: what has ended isn't it
                 quote_id=self.wanted.quote or None,
                 output_s3=self.wanted.prefix,

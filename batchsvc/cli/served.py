@@ -38,6 +38,15 @@ def check(session: Session, batch: dict[str, Any]) -> None:
     if not session.is_own or batch["status"] != "in_progress" or not batch.get("waiting_for"):
         return
     digests = {row["id"]: row["digest"] for row in session.client.models()["data"]}
+    served = digests.get(session.model)
+    if batch.get("models") is not None:
+        lacking = [name for name, pin in batch["models"].items() if served not in (None, pin["digest"])]
+        if lacking:
+            raise CommandError(
+                f"{batch['id']} needs workers for {' and '.join(lacking)} too, and this command has started "
+                f"{session.model} alone: give it to a deployment with a worker for each of its models."
+            )
+        return
     if digests.get(session.model, batch["model_digest"]) != batch["model_digest"]:
         raise CommandError(
             f"{batch['id']} needs the model {batch['model']}, and this command has started {session.model}: "

@@ -27,6 +27,7 @@ class Line:
     line_no: int
     custom_id: str
     body: dict[str, Any]
+    model_id: str = ""
     overflow: str | None = None
 
 
@@ -96,7 +97,7 @@ class EnvelopeCheck:
     """Checks records in file order. `resolve` gives the id of the model behind a name, or None.
 
     `model_id` is the model that earlier lines have settled; with `is_model_given` the batch itself names the model
-    and the lines' own are not looked at.
+    and the lines' own are not looked at; with `is_by_line` each line has its own, and none is settled.
     """
 
     def __init__(
@@ -107,12 +108,14 @@ class EnvelopeCheck:
         seen: SeenIds,
         model_id: str | None = None,
         is_model_given: bool = False,
+        is_by_line: bool = False,
     ) -> None:
         self.model_id = model_id
         self._endpoint = endpoint
         self._resolve = resolve
         self._seen = seen
         self._is_model_given = is_model_given
+        self._is_by_line = is_by_line
 
     def check_all(self, records: Iterable[Record]) -> Iterable[CheckedRecord]:
         return map(self.check, records)
@@ -132,19 +135,19 @@ class EnvelopeCheck:
         value = record.value
         custom_id = self._custom_id(value, line_no, add)
         self._method_and_url(value, add)
-        body = value.get("body")
+        body, model_id = value.get("body"), None
         if "body" not in value:
             add("missing_required_parameter", "body", "The line has no body.")
         elif not isinstance(body, dict):
             add("invalid_type", "body", f"body must be a JSON object, not {json_type(body)}.")
         else:
-            self._model(body, add, can_settle=not problems)
+            model_id = self._model(body, add, can_settle=not problems)
         if problems or custom_id is None or not isinstance(body, dict):
             return CheckedRecord(
                 line_no=line_no, next_offset=next_offset, custom_id=custom_id, problems=problems, note=note
             )
         overflow = record.overflow and record.overflow.removeprefix("body.")
-        line = Line(line_no=line_no, custom_id=custom_id, body=body, overflow=overflow)
+        line = Line(line_no=line_no, custom_id=custom_id, body=body, model_id=model_id or "", overflow=overflow)
         return CheckedRecord(line_no=line_no, next_offset=next_offset, custom_id=custom_id, line=line, note=note)
 
     def _custom_id(self, value: dict[str, Any], line_no: int, add: Callable[[str, str, str], None]) -> str | None:
@@ -188,9 +191,11 @@ class EnvelopeCheck:
         elif url != self._endpoint:
             add("url_mismatch", "url", f'url must be the endpoint of the batch, "{self._endpoint}", not {shown(url)}.')
 
-    def _model(self, body: dict[str, Any], add: Callable[[str, str, str], None], *, can_settle: bool) -> None:
+    def _model(self, body: dict[str, Any], add: Callable[[str, str, str], None], *, can_settle: bool) -> str | None:
+        """The model that a line runs on."""
         if self._is_model_given:
-            return
+            return self.model_id
+        model_id: str | None = None
         name = body.get("model")
         if name is None:
             add("missing_required_parameter", "body.model", "The body names no model.")
@@ -202,6 +207,8 @@ class EnvelopeCheck:
                 "body.model",
                 f"The model {shown(name)} does not exist here: name one of /v1/models, or set an alias.",
             )
+        elif self._is_by_line:
+            pass
         elif self.model_id is None:
             self.model_id = model_id if can_settle else None
         elif model_id != self.model_id:
@@ -209,8 +216,9 @@ class EnvelopeCheck:
                 "model_mismatch",
                 "body.model",
                 f"The line names the model {shown(name)}, but earlier lines settled on {shown(self.model_id)}: "
-                "one file is one model.",
+                'one file is one model, unless its batch says models: "by_line".',
             )
+        return model_id
 
 
 def _is_text(text: str) -> bool:

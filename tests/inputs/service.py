@@ -78,15 +78,17 @@ class Service:
         return Service(Quoting(planned, client, self.door.hints, self.door.key))
 
     @contextmanager
-    def working(self, engine: EngineLike | None = None, name: str = "w") -> Iterator[Service]:
-        """While an engine worker runs."""
+    def working(
+        self, engine: EngineLike | None = None, name: str = "w", digest: str | None = None
+    ) -> Iterator[Service]:
+        """While an engine worker runs, of the usual model or that with this digest."""
         worker = EngineRun(
             self.settings,
             Database(self.settings.database_url),
             self.planned.store,
             Hints(),
             engine or FakeEngine(self.planned.text),
-            digest=self.planned.text.meta.digest,
+            digest=digest or self.planned.text.meta.digest,
             owner=f"host:1:{name}",
             on_failure=lambda: None,
         )

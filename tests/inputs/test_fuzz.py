@@ -136,7 +136,7 @@ def collected(endpoint: str, records: Iterator[Record], text: TextModel, *, is_s
         batch_id="b",
         limits=LIMITS,
         offset=0,
-        text_model=lambda: text,
+        text_model=lambda _: text,
         is_strict=is_strict,
         is_failing=False,
         parse=parse_message if endpoint == MESSAGES else endpoints.PARSERS[endpoint],

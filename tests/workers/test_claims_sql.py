@@ -14,6 +14,7 @@ from batchsvc.batches import claim_queries, claim_rank, reaper_queries, unit_que
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
 from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.billing.tables import UsageRow
 from batchsvc.clock import now_ms
 from batchsvc.db.session import Database
 from tests.workers.conftest import DIGEST, World
@@ -260,3 +261,23 @@ def test_remaining_work_counts_lines_that_have_no_estimate(world: World) -> None
     assert world.db.run(lambda session: unit_queries.commit_part(session, unit.id, unit.epoch, part))
     with world.db.reading() as session:
         assert session.scalar(select(claim_queries.remaining_tokens()).where(Unit.id == unit.id)) == 101
+
+
+def test_units_of_several_models_go_to_the_workers_of_theirs(world: World) -> None:
+    batch_id, other = world.add_batch(num_lines=12, unit_lines=2), "e" * 64
+    rates = world.batch(batch_id).rates or {}
+    dear = {book: {kind: 10 * rate for kind, rate in of.items()} for book, of in rates.items()}
+    pins = {"a": {"digest": DIGEST, "rates": rates}, "b": {"digest": other, "rates": dear}}
+    world.set_batch(batch_id, model_id=None, model_digest=None, rates=None, models=pins)
+    with world.db.transaction() as session:
+        for unit in session.scalars(select(Unit).where(Unit.batch_id == batch_id)):
+            unit.model_id, unit.model_digest = ("a", DIGEST) if unit.no % 3 else ("b", other)
+    mine = claim(world, limit=10)
+    assert [(unit.no, unit.model_id, unit.rates) for unit in mine] == [(no, "a", rates) for no in (1, 2, 4, 5)]
+    theirs = world.db.run(lambda session: unit_queries.claim(session, other, "b", 30, 10))
+    assert [(unit.no, unit.model_id, unit.rates) for unit in theirs] == [(no, "b", dear) for no in (0, 3)]
+    complete(world, mine[0])
+    complete(world, theirs[0])
+    with world.db.reading() as session:
+        used = {row.model: row.cost_nanos for row in session.scalars(select(UsageRow))}
+    assert used == {"a": 2 * 112, "b": 2 * 1125}, "a line of the first costs 112.5, which is rounded to even"

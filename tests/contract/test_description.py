@@ -7,7 +7,9 @@ that the description doesn't know.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,6 +34,24 @@ from tests.contract.conftest import Api, _api
 from tests.contract.test_http import upload
 from tests.dispatchers import NullDispatcher
 
+# what parsers let pass and stores don't
+NASTY: list[Any] = [
+    2**63,
+    -(2**63) - 1,
+    2**70,
+    1e308,
+    -1,
+    "",
+    "\0",
+    "\ud800",
+    "x" * 70_000,
+    "9" * 40,
+    [],
+    [[]],
+    {},
+    None,
+    True,
+]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -133,6 +153,38 @@ def test_every_operation_answers_as_described(own: Api, ids: dict[str, str]) -> 
 @pytest.mark.slow
 def test_every_operation_answers_as_described_at_length(own: Api, ids: dict[str, str]) -> None:
     assert fuzz(own, ids, examples=150) == []
+
+
+def fields_of(described: dict[str, Any], path: str, method: str) -> list[str]:
+    """The fields of a JSON body; none if there is no such body."""
+    content = described["paths"][path][method].get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    schema = next((one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"), schema)
+    name = schema.get("$ref", "").rsplit("/", 1)[-1]
+    return list(described["components"]["schemas"].get(name, schema).get("properties", {}))
+
+
+@pytest.mark.slow
+def test_no_value_of_a_body_breaks_the_server(own: Api, ids: dict[str, str]) -> None:
+    described = own.call("GET", "/openapi.json").json()
+    broken: list[str] = []
+    for found in schemathesis.openapi.from_dict(described).get_all_operations():
+        operation = found.ok()
+
+        @settings(max_examples=2, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+        @given(case=operation.as_strategy())
+        def attempt(case: schemathesis.Case) -> None:
+            path = case.path.format_map({**(case.path_parameters or {}), **ids})
+            whole = case.body if isinstance(case.body, dict) else {}
+            names = fields_of(described, case.path, case.method.lower())
+            for name, value in product(names, NASTY):
+                sent = json.dumps({**whole, name: value})
+                answer = own.call(case.method, path, content=sent, headers={"content-type": "application/json"})
+                if answer.status_code >= 500:
+                    broken.append(f"{case.method} {case.path} {name}={value!r}: {answer.status_code}")
+
+        attempt()
+    assert broken == []
 
 
 @pytest.mark.parametrize("own", ["postgresql"], indirect=True)

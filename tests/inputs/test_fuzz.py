@@ -243,19 +243,19 @@ def tried(law: Callable[..., None], count: int, **drawn: st.SearchStrategy[Any])
     settings(max_examples=count, deadline=None, suppress_health_check=checks)(given(**drawn)(law))()
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
+@pytest.mark.parametrize("count", [80, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
 def test_good_lines_come_out_and_bad_ones_have_a_reason(tiny_model: Path, count: int) -> None:
     text = text_of(tiny_model)
     tried(lambda file, cut: law_of_lines(file, cut, text), count, file=files(), cut=st.integers(1, 500))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
 def test_good_rows_come_out_and_bad_ones_have_a_reason(tiny_model: Path, count: int) -> None:
     text = text_of(tiny_model)
     tried(lambda table: law_of_rows(*table, text), count, table=tables())
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(1_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
+@pytest.mark.parametrize("count", [8, pytest.param(1_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
 def test_no_upload_makes_a_call_fail(service: Service, count: int) -> None:
     names = st.sampled_from(["in.jsonl", "in.csv", "in.parquet", "in.jsonl.gz"])
     tried(lambda file, name: law_of_calls(service, file, name), count, file=files(), name=names)

@@ -1,0 +1,1 @@
+"""Triton kernels, and the tier that launches them on an NVIDIA GPU or, for tests, in Triton's interpreter."""

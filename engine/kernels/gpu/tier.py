@@ -1,0 +1,260 @@
+"""The verbs of `Kernels` on a GPU: which kernel each is, on what grid, into which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engine.cache.layout import Layout
+from engine.config import GROUP_FORMATS
+from engine.kernels import groups as group_codes
+from engine.kernels import int8
+from engine.kernels.gpu import attention, cache, groups, matmul, rowwise, sampling
+from engine.kernels.gpu.layout import HeadLayout
+from engine.kernels.gpu.pieces import plan_pieces
+from engine.kernels.spans import SequenceSpan
+from engine.kernels.values import Matrix, Product, Rows
+from engine.model.config import ModelConfig
+from engine.quant.groups import GroupedWeight
+
+_LOG2_E = 1.4426950408889634
+_FEW_ROWS = 64
+"""Rows that multiply codes as they are; more make the weight floating-point first."""
+_LEAST_KEYS = 256
+_PIECES_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What `attend` needs in every layer of one step, on the device: see Pieces."""
+
+    tables: Tensor
+    pieces: Tensor
+    slots: Tensor
+    slot_ends: Tensor
+    lengths: Tensor
+    partial: Tensor
+    state: Tensor
+    most_rows: int  # of a piece
+
+
+class GpuKernels:
+    """See `Kernels`. `dtype`: of activations and of KV that isn't quantized; bf16, on the interpreter float32."""
+
+    is_fused = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        weight_format: str,
+        kv_format: str,
+        block_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        self._is_int8 = weight_format == "int8"
+        self._is_kv_int8 = kv_format == "int8"
+        self._block_tokens = block_tokens
+        self._group = model.num_heads // model.num_kv_heads
+        self._q_factor = model.head_dim**-0.5 * _LOG2_E
+        self.takes_groups = weight_format in GROUP_FORMATS
+        self.layout: Layout = HeadLayout(block_tokens, model.num_kv_heads, model.head_dim, self._is_kv_int8)
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        shift = None if bias is None else bias.float().to(self._device)
+        if self._is_int8:
+            values, scale = int8.quantize_weight(weight)
+            packed, column = values.to(self._device), scale.to(self._device)
+            return Matrix(packed=packed, num_rows=len(weight), num_columns=weight.shape[1], bias=shift, scale=column)
+        packed = weight.to(self._device, self._dtype).contiguous()
+        return Matrix(packed=packed, num_rows=len(weight), num_columns=weight.shape[1], bias=shift)
+
+    def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
+        matrix = group_codes.pack(weights, None if bias is None else bias.float())
+        assert matrix.scale is not None, "weights in groups have scales"
+        return Matrix(
+            packed=matrix.packed.to(self._device),
+            num_rows=matrix.num_rows,
+            num_columns=matrix.num_columns,
+            bias=None if matrix.bias is None else matrix.bias.to(self._device),
+            scale=matrix.scale.to(self._device),
+            zero=None if matrix.zero is None else matrix.zero.to(self._device),
+            bits=matrix.bits,
+        )
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        out, scale, form = self._rows_like(x, x.shape[1])
+        size = triton.next_power_of_2(x.shape[1])
+        rowwise.norm_rows[(len(x),)](
+            x, x, weight, out, scale, eps,
+            WIDTH=x.shape[1], SIZE=size, HAS_DELTA=False, FORMAT=form, num_warps=rowwise.warps_of_row(size),
+        )  # fmt: skip
+        return Rows(out, scale if form else None)
+
+    def pack_rows(self, x: Tensor) -> Rows:
+        out, scale, form = self._rows_like(x, x.shape[1])
+        size = triton.next_power_of_2(x.shape[1])
+        rowwise.pack_rows[(len(x),)](
+            x, out, scale, WIDTH=x.shape[1], SIZE=size, FORMAT=form, num_warps=rowwise.warps_of_row(size)
+        )
+        return Rows(out, scale if form else None)
+
+    def linear(self, rows: Rows, matrix: Matrix) -> Product:
+        out = torch.empty(len(rows.values), matrix.num_rows, dtype=torch.float32, device=self._device)
+        self._multiply(rows, matrix, out, adds=False)
+        return Product(out)
+
+    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
+        self._multiply(rows, matrix, x, adds=True)
+
+    def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
+        gate_up = self.linear(rows, matrix).values
+        out, scale, form = self._rows_like(gate_up, gate_up.shape[1] // 2)
+        size = triton.next_power_of_2(out.shape[1])
+        rowwise.silu_mul[(len(out),)](
+            gate_up, out, scale, WIDTH=out.shape[1], SIZE=size, FORMAT=form, num_warps=rowwise.warps_of_row(size)
+        )
+        return Rows(out, scale if form else None)
+
+    def best(self, rows: Rows, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
+        logits = self.linear(rows, matrix).values
+        ids = torch.empty(len(logits), dtype=torch.int64, device=self._device)
+        masks = torch.zeros(1, 1, dtype=torch.int32, device=self._device) if allowed is None else allowed
+        sampling.best_rows[(len(logits),)](
+            logits, masks, ids, logits.shape[1], 0 if allowed is None else len(masks), masks.shape[1],
+            SIZE=sampling.CHUNK, num_warps=8,
+        )  # fmt: skip
+        return ids
+
+    def store_qkv(
+        self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        model, qkv = self._model, product.dequantized()
+        heads = model.num_heads + 2 * model.num_kv_heads
+        q = torch.empty(len(qkv), model.num_heads, model.head_dim, dtype=self._dtype, device=self._device)
+        cache.store_qkv[(len(qkv), heads)](
+            qkv, cos, sin, slots, q, k_cache, v_cache, _scales(k_cache), _scales(v_cache), self._q_factor,
+            HEADS=model.num_heads, KV_HEADS=model.num_kv_heads, DIM=model.head_dim,
+            HALF_SIZE=triton.next_power_of_2(model.head_dim // 2), BLOCK_TOKENS=self._block_tokens,
+            FORMAT=rowwise.INT8 if self._is_kv_int8 else rowwise.FLOAT, num_warps=1,
+        )  # fmt: skip
+        return q
+
+    def plan_attention(self, spans: list[SequenceSpan]) -> Attention:
+        pieces = plan_pieces(
+            spans,
+            self._block_tokens,
+            most_rows=attention.TILE_ROWS[-1] // self._group,
+            least_keys=_LEAST_KEYS,
+            wanted=_PIECES_PER_PROCESSOR * self._processors // self._model.num_kv_heads,
+        )
+        heads, dim = self._model.num_heads, self._model.head_dim
+        count = max(pieces.num_slots, 1)
+        return Attention(
+            tables=self._moved(pieces.tables),
+            pieces=self._moved(pieces.pieces),
+            slots=self._moved(pieces.slots),
+            slot_ends=self._moved(pieces.slot_ends),
+            lengths=self._moved(pieces.lengths),
+            partial=torch.empty(count, heads, dim, dtype=torch.float32, device=self._device),
+            state=torch.empty(count, heads, 2, dtype=torch.float32, device=self._device),
+            most_rows=int(pieces.pieces[:, 1].max()),
+        )
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attention) -> Tensor:
+        model = self._model
+        out = torch.empty(q.shape, dtype=torch.float32, device=self._device)
+        tile = next(rows for rows in attention.TILE_ROWS if plan.most_rows * self._group <= rows)
+        keys, warps = attention.keys_and_warps(tile, model.head_dim)
+        size = triton.next_power_of_2(model.head_dim)
+        attention.attend[(len(plan.pieces), model.num_kv_heads)](
+            q, k_cache, v_cache, _scales(k_cache), _scales(v_cache), plan.lengths, plan.tables, plan.pieces,
+            out, plan.partial, plan.state,
+            HEADS=model.num_heads, KV_HEADS=model.num_kv_heads, DIM=model.head_dim, DIM_SIZE=size,
+            BLOCK_TOKENS=self._block_tokens, ROWS=tile, KEYS=keys, IS_SCALED=self._is_kv_int8, num_warps=warps,
+        )  # fmt: skip
+        if len(plan.slots):
+            attention.merge[(len(q), model.num_heads)](
+                plan.partial, plan.state, plan.slots, plan.slot_ends, out,
+                HEADS=model.num_heads, DIM=model.head_dim, DIM_SIZE=size, num_warps=1,
+            )  # fmt: skip
+        return out.view(len(q), -1)
+
+    def logits(self, product: Product) -> Tensor:
+        return product.values
+
+    def run_layers(self, *_: Any) -> bool:
+        return False
+
+    def _moved(self, array: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _rows_like(self, x: Tensor, width: int) -> tuple[Tensor, Tensor, int]:
+        """Empty rows in the format of the next matmul, their scales, and the format."""
+        out = torch.empty(len(x), width, dtype=torch.int8 if self._is_int8 else self._dtype, device=self._device)
+        scale = torch.empty(len(x), dtype=torch.float32, device=self._device)
+        return out, scale, rowwise.INT8 if self._is_int8 else rowwise.FLOAT
+
+    def _multiply(self, given: Rows, matrix: Matrix, out: Tensor, *, adds: bool) -> None:
+        packed = matrix.packed
+        if matrix.bits and len(given.values) <= _FEW_ROWS:
+            self._multiply_groups(given, matrix, out, adds=adds)
+            return
+        if matrix.bits:
+            packed = self._dequantized(matrix)
+        num_rows, width = given.values.shape
+        tile = matmul.tile_for(num_rows)
+        grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(matrix.num_rows, tile.columns),)
+        has_scales = given.scale is not None
+        matmul.multiply[grid](
+            given.values, packed, given.scale if has_scales else out, matrix.scale if has_scales else out,
+            out if matrix.bias is None else matrix.bias, out, num_rows, matrix.num_rows, width,
+            M=tile.rows, N=tile.columns, K=tile.depth, IS_INT8=packed.dtype == torch.int8, HAS_SCALES=has_scales,
+            HAS_BIAS=matrix.bias is not None, ADDS=adds, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def _multiply_groups(self, given: Rows, matrix: Matrix, out: Tensor, *, adds: bool) -> None:
+        num_rows, width = given.values.shape
+        group = self._group_of(matrix)
+        m = 16 if num_rows <= 16 else _FEW_ROWS
+        grid = (triton.cdiv(num_rows, m) * triton.cdiv(matrix.num_rows, 64),)
+        groups.multiply_groups[grid](
+            given.values, matrix.packed, matrix.scale, matrix.packed if matrix.zero is None else matrix.zero,
+            out if matrix.bias is None else matrix.bias, out, num_rows, matrix.num_rows, width,
+            M=m, N=64, K=min(group, 64), GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
+            HAS_BIAS=matrix.bias is not None, ADDS=adds,
+        )  # fmt: skip
+
+    def _dequantized(self, matrix: Matrix) -> Tensor:
+        out = torch.empty(matrix.num_rows, matrix.num_columns, dtype=self._dtype, device=self._device)
+        group = self._group_of(matrix)
+        step = min(group, 64)
+        groups.dequantize[(triton.cdiv(matrix.num_rows, 32), matrix.num_columns // step)](
+            matrix.packed, matrix.scale, matrix.packed if matrix.zero is None else matrix.zero, out,
+            matrix.num_rows, matrix.num_columns,
+            N=32, K=step, GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _group_of(matrix: Matrix) -> int:
+        assert matrix.scale is not None, "weights in groups have scales"
+        return matrix.num_columns // matrix.scale.shape[1]
+
+
+def _scales(cache: Tensor) -> Tensor:
+    """The same bytes as float32, where the cache is bytes; a kernel that has no scales reads none."""
+    return cache.view(torch.float32) if cache.dtype == torch.int8 else cache

@@ -33,7 +33,8 @@ def downgrade() -> None:
 
 
 def _rebuild_hours(*key: str) -> None:
-    """Make the hours of usage again, with this key: they are sums of rows that nobody changes."""
+    """Make the hours of usage again, with this key: they are sums of rows that nobody changes. Of what is no key an
+    hour has one row's value, as where the trigger adds to it."""
     is_sqlite = op.get_bind().dialect.name == "sqlite"
     op.execute("DROP TRIGGER usage_by_hour" + ("" if is_sqlite else " ON usage"))
     op.drop_index("ix_usage_hours_time", "usage_hours")
@@ -54,10 +55,11 @@ def _rebuild_hours(*key: str) -> None:
     op.create_index("ix_usage_hours_time", "usage_hours", ["hour_ms"])
     columns = f"hour_ms, {', '.join(KEYS)}, {', '.join(SUMS)}"
     hour = "{0}created_ms / 3600000 * 3600000"
+    kept = [name if name in key else f"MIN({name})" for name in KEYS]
     op.execute(
-        f"INSERT INTO usage_hours ({columns}) SELECT {hour.format('')}, {', '.join(KEYS)},"  # noqa: S608  names of ours
+        f"INSERT INTO usage_hours ({columns}) SELECT {hour.format('')}, {', '.join(kept)},"  # noqa: S608  names of ours
         f" {', '.join(f'SUM({name})' for name in SUMS)}"
-        f" FROM usage GROUP BY {hour.format('')}, {', '.join(KEYS)}"
+        f" FROM usage GROUP BY {', '.join((hour.format(''), *(name for name in KEYS if name in key)))}"
     )
     new = ", ".join(f"NEW.{name}" for name in (*KEYS, *SUMS))
     add = (

@@ -171,6 +171,22 @@ def test_what_older_refunds_and_invoices_correct_is_noted(database_url: str) -> 
     database.dispose()
 
 
+def test_hours_of_usage_are_sums_of_rows_that_differ_in_more_than_their_key(database_url: str) -> None:
+    database = Database(database_url)
+    row = {"batch_id": "b", "project_id": "p", "created_ms": 3_600_000, "tier": "t", "endpoint": "/v1"}
+    hours = text("SELECT model, requests FROM usage_hours ORDER BY model")
+    with database.engine.begin() as connection:
+        command.upgrade(migrate._config(connection), "0008")
+        for part, model, version in (("1", "m", 0), ("2", "m", 1), ("3", "n", 1)):
+            values = {**row, "part_id": part, "model": model, "price_version": version, "requests": 2}
+            connection.execute(*_old_row(connection, "usage", values))
+        command.upgrade(migrate._config(connection), "0009")
+        assert [tuple(found) for found in connection.execute(hours)] == [("m", 4), ("n", 2)]
+        command.downgrade(migrate._config(connection), "0008")
+        assert [tuple(found) for found in connection.execute(hours)] == [("m", 6)]
+    database.dispose()
+
+
 def _is_frozen(database: Database, statement: str) -> None:
     with pytest.raises(DBAPIError, match=r"append-only|never changes"), database.engine.begin() as connection:
         connection.execute(text(statement))

@@ -38,8 +38,8 @@ _TOP_TO_HF = {ours: theirs for theirs, ours in _HF_TOP.items()}
 _PARTS_TO_GGUF = {ours: theirs for theirs, ours in _GGUF_PARTS.items()}
 _TOP_TO_GGUF = {ours: theirs for theirs, ours in _GGUF_TOP.items()}
 
-_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_HF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
+_GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
 _TOP = re.compile(r"(.+)\.(weight|bias)")
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
 
@@ -64,6 +64,8 @@ def to_hf(name: str) -> str:
 
 def spelled(name: str, *, is_gguf: bool) -> str:
     """A parameter as a checkpoint calls it; a tensor that we don't know is called so already."""
+    if "." not in name:
+        return name
     *layer, part, kind = name.split(".")
     parts, tops = (_PARTS_TO_GGUF, _TOP_TO_GGUF) if is_gguf else (_PARTS_TO_HF, _TOP_TO_HF)
     if len(layer) == 1 and part in parts:

@@ -93,15 +93,15 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Quantization:
     weights = [scheme["weights"] for scheme in schemes if isinstance(scheme.get("weights"), dict)]
     if formats and formats <= set(_SCALED):
         return Quantization(layout="scaled", bits=8)
-    bits = {weight.get("num_bits") for weight in weights}
-    if formats != {_PACKED} or len(bits) != 1:
+    bits = [weight.get("num_bits") for weight in weights]
+    if formats != {_PACKED} or not bits or any(other != bits[0] for other in bits):
         named = ", ".join(sorted(formats)) or "none"
         raise ModelError(
-            f"{path} has compressed-tensors of the format {named} with {sorted(map(str, bits))} bits; "
+            f"{path} has compressed-tensors of the format {named} with {sorted(set(map(str, bits)))} bits; "
             f"supported are one width in {_PACKED}, and {', '.join(_SCALED)}."
         )
     is_ordered = any(weight.get("actorder") in ("group", True) for weight in weights)
-    return Quantization(layout="compressed-tensors", bits=_bits(bits.pop(), path), is_ordered=is_ordered)
+    return Quantization(layout="compressed-tensors", bits=_bits(bits[0], path), is_ordered=is_ordered)
 
 
 def _bits(value: object, path: Path) -> int:

@@ -99,6 +99,8 @@ class ScaledSource:
             return self._inner.load(name)
         values = self._inner.tensor(name, (torch.int8, torch.float8_e4m3fn, *FLOATS)).float()
         raw = self._scales[name]
+        if values.dim() != 2:
+            raise ModelError(f"{self.path}: {raw} are scales of a tensor that is no matrix, {list(values.shape)}.")
         scale = self._inner.tensor(raw, FLOATS).float()
         if not (scale.isfinite() & (scale != 0)).all():
             raise ModelError(f"{self.path}: tensor {raw} has a scale that is zero or not a number.")

@@ -158,7 +158,8 @@ class WeightReader:
         """The matrices as the checkpoint has them, if all are of integers in groups of one size."""
         found = [self._source.grouped(f"{name}.weight") if f"{name}.weight" in self.left else None for name in names]
         weights = [weight for weight in found if weight is not None]
-        if len(weights) < len(names) or len({(weight.bits, weight.group) for weight in weights}) > 1:
+        schemes = {(weight.bits, weight.group) for weight in weights}
+        if len(weights) < len(names) or len(schemes) > 1 or columns % 2:  # codes of 4 bits lie in pairs
             return None
         for name, weight, size in zip(names, weights, rows, strict=True):
             self._check(f"{name}.weight", weight.codes, (size, columns))

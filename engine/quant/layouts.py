@@ -65,6 +65,22 @@ class Layout(Protocol):
         """The quantization_config of a model whose layers alone are quantized."""
 
 
+_LISTS = ("g_idx", "weight_g_idx", "weight_shape")  # all other parts are matrices
+
+
+def _shaped(take: Take) -> Take:
+    """`take`, for parts that aren't empty and have as many dimensions as they should."""
+
+    def checked(part: str, dtype: torch.dtype | None) -> Tensor:
+        found = take(part, dtype)
+        if found.dim() != (1 if part in _LISTS else 2) or not found.numel():
+            kind = "list" if part in _LISTS else "matrix"
+            raise PartError(part, f"has the shape {list(found.shape)}, which is no {kind}'s")
+        return found
+
+    return checked
+
+
 class GptqLayout:
     """Written without zero points, because vLLM reads only such files."""
 
@@ -83,6 +99,7 @@ class GptqLayout:
         }
 
     def read(self, take: Take, has: Callable[[str], bool], bits: int, zero_offset: int) -> Stored:
+        take = _shaped(take)
         words, scales, zeros = take("qweight", torch.int32), take("scales", None), take("qzeros", torch.int32)
         columns, rows = len(words) * (32 // bits), words.shape[1]
         _check("scales", scales, (len(scales), rows))
@@ -116,6 +133,7 @@ class AwqLayout:
         }
 
     def read(self, take: Take, has: Callable[[str], bool], bits: int, zero_offset: int) -> Stored:
+        take = _shaped(take)
         words, scales, zeros = take("qweight", torch.int32), take("scales", None), take("qzeros", torch.int32)
         rows = words.shape[1] * 8
         _check("scales", scales, (len(scales), rows))
@@ -150,6 +168,7 @@ class CompressedTensorsLayout:
         return tensors
 
     def read(self, take: Take, has: Callable[[str], bool], bits: int, zero_offset: int) -> Stored:
+        take = _shaped(take)
         words, scales = take("weight_packed", torch.int32), take("weight_scale", None)
         shape = take("weight_shape", torch.int64)
         rows, pack = len(words), 32 // bits

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,14 @@ def save(
     target: Path, meta: ModelMeta, model: ModelConfig, scheme: Scheme, layout: str, parameters: Iterable[Parameter]
 ) -> None:
     """Writes the model to `target`, which must not exist. Raises ModelError or ConfigError; nothing is left then."""
-    scratch = target.with_name(f"{target.name}.partial")
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another place, or remove it.")
+    folder: Path | None = None
     try:
-        if target.exists():
-            raise ConfigError(f"{target} exists already; name another place, or remove it.")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        scratch = folder / "model"  # the folder itself is closed to others
+        scratch.mkdir()
         config = _config(meta, model)
         config["torch_dtype"] = _NAMES[scheme.scale_dtype]
         config["quantization_config"] = LAYOUTS[layout].config(scheme)
@@ -56,7 +59,8 @@ def save(
     except OSError as error:
         raise ModelError(f"The model can't be written to {target}: {error.strerror or error}.") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_weights(directory: Path, layout: Layout, dtype: torch.dtype, parameters: Iterable[Parameter]) -> None:

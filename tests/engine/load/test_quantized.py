@@ -58,6 +58,7 @@ UNKNOWN = [
     ({**packed(), "format": "marlin-24"}, "format marlin-24"),
     ({**packed(), "config_groups": [1]}, "format none"),
     (packed(num_bits=5), "weights of 5 bits"),
+    (packed(num_bits=[4]), "weights of \\[4\\] bits"),
 ]
 
 

@@ -153,7 +153,7 @@ def test_a_target_that_exists_and_broken_weights_are_refused(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
         run_quantize(model, tmp_path / "target")
     assert not (tmp_path / "target").exists()
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_command_tells_progress_and_what_is_wrong(

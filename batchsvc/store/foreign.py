@@ -46,6 +46,7 @@ _CONNECT_S, _READ_S = 10.0, 15.0  # a part has to be sent within the former
 _ATTEMPTS = 2  # whoever copies tries again later, too
 _CONNECTIONS = 8
 _MAX_ANSWER_BYTES, _ANSWER_S = 1 << 20, 60.0
+_TWINS = 4 * _CONNECTIONS  # sockets that are kept to be cut; older ones have long since been given up
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")  # of a server that may answer anything
 _AGAIN = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "OperationAborted", "ConditionalRequestConflict"}
 _making = threading.Lock()  # a session of boto3 makes one client at a time
@@ -135,14 +136,20 @@ class _JudgedSession(URLLib3Session):
     def __init__(self, connections: _Connections, *, verify: bool) -> None:
         timeout: Any = (_CONNECT_S, _READ_S)
         super().__init__(verify, proxies={}, timeout=timeout, max_pool_connections=_CONNECTIONS)
+        self._connections = connections
         cast(Any, self)._manager.pool_classes_by_scheme = _pools(connections)
 
     def send(self, request: AWSRequest | AWSPreparedRequest) -> AWSResponse:
-        """As the base does, but what is no object has an end; and a refusal of ours is none of the network's errors,
-        which are tried again."""
+        """As the base does, but headers come within _ANSWER_S and what is no object has an end; and a refusal of ours
+        is none of the network's errors, which are tried again."""
         is_object, request.stream_output = request.stream_output, True
+        limit = threading.Timer(_ANSWER_S, self._connections.cut)  # a byte now and then is no time-out to a socket
+        limit.daemon = True
+        limit.start()
         try:
             answer = super().send(request)
+            if self._connections.is_cut:  # half of the headers pass for all of them
+                raise ConnectionClosedError(endpoint_url=request.url or "")
             if not is_object or answer.status_code >= 300:
                 cast(Any, answer)._content = _bounded(answer.raw)
         except HTTPClientError as error:
@@ -150,6 +157,8 @@ class _JudgedSession(URLLib3Session):
             raise (cause if isinstance(cause, EgressError) else error) from None
         except HTTPError as error:
             raise ConnectionClosedError(endpoint_url=request.url or "") from error
+        finally:
+            limit.cancel()
         return answer
 
 
@@ -172,7 +181,7 @@ class _Connections:
         self._lookup = lookup
         self._lock = threading.Lock()
         self._made: list[socket] = []  # twins: TLS takes the sockets themselves over
-        self._is_cut = False
+        self.is_cut = False
 
     def connect(self, connection: HTTPConnection, scheme: str) -> socket:
         """A socket for this connection. Raises EgressError, or what urllib3 expects."""
@@ -188,8 +197,10 @@ class _Connections:
                 failed = error
                 continue
             with self._lock:
-                if not self._is_cut:
+                if not self.is_cut:
                     self._made.append(made.dup())
+                    if len(self._made) > _TWINS:
+                        self._made.pop(0).close()
                     return made
             made.close()
             break
@@ -197,7 +208,7 @@ class _Connections:
 
     def cut(self) -> None:
         with self._lock:
-            self._is_cut = True
+            self.is_cut = True
             for one in self._made:
                 with suppress(OSError):  # the other side was faster
                     one.shutdown(SHUT_RDWR)

@@ -192,3 +192,42 @@ def test_an_answer_without_an_end_is_not_read_to_its_end(
         access = tenant.access(endpoint=f"http://127.0.0.1:{port}")
         with closing(ForeignBucket(access, ALLOWED)) as bucket, pytest.raises(UnavailableError, match="no end"):
             bucket.put("a", b"x")
+
+
+def test_headers_that_drip_have_an_end(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_ANSWER_S", 0.5)
+    with dripping(b"HTTP/1.1 200 OK\r\nX-A: ") as port:
+        access = tenant.access(endpoint=f"http://127.0.0.1:{port}")
+        with closing(ForeignBucket(access, ALLOWED)) as bucket, pytest.raises(UnavailableError):
+            bucket.head("a")
+
+
+class _Closing(BaseHTTPRequestHandler):
+    """Ends the connection after each answer."""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("ETag", '"0"')
+        self.send_header("Connection", "close")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_ends_each_connection_costs_no_files(tenant: Tenant) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Closing)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        access = tenant.access(endpoint=f"http://127.0.0.1:{server.server_address[1]}")
+        with closing(ForeignBucket(access, ALLOWED)) as bucket:
+            for _ in range(60):
+                bucket.put("a", b"x")
+            assert len(bucket._connections._made) <= foreign._TWINS
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

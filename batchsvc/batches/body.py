@@ -40,6 +40,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "documents": ([],),
+    "enable_thinking": (),  # chat_template_kwargs has it
+    "max_output_tokens": (),
+    "stop_sequences": ([],),
+    "thinking_token_budget": (),
 }
 
 # forms are large and compiled already; how calls are read out of an answer is nothing to the engine

@@ -29,8 +29,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "add_special_tokens": (True,),
 }
 

@@ -23,6 +23,7 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch
 from batchsvc.batches.message_service import Results
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
+from batchsvc.files.request_object import request_object
 from batchsvc.files.tables import File
 from batchsvc.http.bodies import described, json_body
 from batchsvc.http.deps import Context, ContextDep
@@ -47,7 +48,7 @@ def create_batch(
     caller: CallerDep,
     context: ContextDep,
     arrived_ms: ArrivalDep,
-    body: Annotated[CreateMessageBatch, Depends(json_body(CreateMessageBatch))],
+    body: Annotated[CreateMessageBatch, Depends(json_body(CreateMessageBatch, request_object))],
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
     """Create a message batch of the requests in the call."""

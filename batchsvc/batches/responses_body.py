@@ -84,7 +84,8 @@ def parse_response(body: dict[str, Any]) -> ResponseCall:
     if instructions is not None and not isinstance(instructions, str):
         raise wrong("instructions", "a string", instructions)
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    chat = {name: value for name, value in body.items() if name not in (*_REFUSED, "input", "text", "reasoning")}
+    own = (*_REFUSED, "input", "text", "reasoning", "max_output_tokens")
+    chat = {name: value for name, value in body.items() if name not in own}
     chat |= {"messages": [*messages, *_messages(body)], "max_completion_tokens": body.get("max_output_tokens")}
     chat |= _format(body) | _effort(body)
     try:

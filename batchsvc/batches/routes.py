@@ -22,6 +22,7 @@ from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files.request_object import request_object
 from batchsvc.http.bodies import described, json_body
 from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.paging import PageArgs, page_args, page_object
@@ -37,7 +38,7 @@ def create_batch(
     caller: CallerDep,
     context: ContextDep,
     arrived_ms: ArrivalDep,
-    body: Annotated[CreateBatch, Depends(json_body(CreateBatch))],
+    body: Annotated[CreateBatch, Depends(json_body(CreateBatch, request_object))],
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""

@@ -34,6 +34,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
 }
 
 

@@ -1,26 +1,23 @@
-"""JSON bodies that may be large: read as strictly as a line of a file, and parsed beside the event loop, not on it."""
+"""JSON bodies that may be large: parsed beside the event loop, not on it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from batchsvc.errors import InvalidRequestError
-
 M = TypeVar("M", bound=BaseModel)
 
 
-def json_body(shape: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as a `shape`."""
+def json_body(shape: type[M], read_object: Callable[[bytes], dict[str, Any]]) -> Callable[[Request], Awaitable[M]]:
+    """A dependency that reads the body as a `shape`; `read_object` raises InvalidRequestError for what is no object."""
 
     async def read(request: Request) -> M:
-        return await run_in_threadpool(parsed, shape, await request.body())
+        return await run_in_threadpool(parsed, shape, read_object, await request.body())
 
     return read
 
@@ -30,14 +27,9 @@ def described(shape: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}}
 
 
-def parsed(shape: type[M], data: bytes) -> M:
-    """The body. Raises InvalidRequestError for what is no JSON, RequestValidationError for other shapes."""
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError("The request's body is not valid JSON.", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError("The request's body must be a JSON object.", code="invalid_json")
+def parsed(shape: type[M], read_object: Callable[[bytes], dict[str, Any]], data: bytes) -> M:
+    """The body. Raises what `read_object` raises, RequestValidationError for other shapes."""
+    value = read_object(data)
     try:
         return shape.model_validate(value)
     except ValidationError as error:

@@ -74,8 +74,12 @@ def test_a_call_is_bounded(api: Api) -> None:
     assert envelope(answer, 400)["param"] == "requests"
     deep = b'{"requests": ' + b"[" * 100_000 + b"}"
     assert envelope(api.call("POST", "/v1/batches", content=deep, headers=kind), 400)["code"] == "invalid_json"
-    for bad in (b"", b"[]", b'{"requests": [{"a": NaN}]}', b'{"a": "\\ud800"}', b"\xff"):
+    twice = b'{"requests": [{"custom_id": "a", "custom_id": "b", "body": {}}]}'
+    for bad in (b"", b"[]", b'{"requests": [{"a": NaN}]}', b'{"a": "\\ud800"}', b"\xff", twice):
         assert envelope(api.call("POST", "/v1/batches", content=bad, headers=kind), 400)["code"] == "invalid_json"
+    large = b'{"requests": [{"custom_id": "a", "body": {"seed": 1e999}}]}'
+    refused = envelope(api.call("POST", "/v1/batches", content=large, headers=kind), 400)
+    assert refused["param"] == "requests[0].body.seed"
 
 
 def test_a_call_that_arrives_twice_makes_one_batch_and_one_file(api: Api) -> None:

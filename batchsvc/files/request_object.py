@@ -1,0 +1,20 @@
+"""The JSON object that a request's body is, read as strictly as a line of a file: it may hold such lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchsvc.errors import InvalidRequestError
+from batchsvc.files.lines import Problem, parse_object
+
+
+def request_object(data: bytes) -> dict[str, Any]:
+    """Raises InvalidRequestError."""
+    found = parse_object(data, line_no=1, code="invalid_json", what="The request's body")
+    if isinstance(found, Problem):
+        raise InvalidRequestError(found.message, code="invalid_json")
+    if found.overflow is not None:
+        raise InvalidRequestError(
+            f"The number at {found.overflow} is too large to be one.", code="invalid_value", param=found.overflow
+        )
+    return found.value

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cache.layout import Layout
 from engine.config import GROUP_FORMATS
+from engine.errors import ConfigError
 from engine.kernels import groups as group_codes
 from engine.kernels import int8
 from engine.kernels.gpu import attention, cache, groups, matmul, rowwise, sampling
@@ -21,7 +22,7 @@ from engine.kernels.gpu.pieces import plan_pieces
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
-from engine.quant.groups import GroupedWeight
+from engine.quant.groups import GROUPS, GroupedWeight
 
 _LOG2_E = 1.4426950408889634
 _FEW_ROWS = 64
@@ -59,6 +60,12 @@ class GpuKernels:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        if model.num_heads // model.num_kv_heads > attention.TILE_ROWS[-1]:
+            raise ConfigError(
+                f"{model.num_heads} query heads for {model.num_kv_heads} kv heads don't fit a GPU's tile."
+            )
+        if weight_format == "int8" and not (int8.can_rotate(model.hidden) and int8.can_rotate(model.mlp)):
+            raise ConfigError("int8 weights need widths in multiples of 64 on a GPU; use bf16.")
         self._model = model
         self._device = device
         self._dtype = dtype
@@ -85,6 +92,9 @@ class GpuKernels:
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         matrix = group_codes.pack(weights, None if bias is None else bias.float())
         assert matrix.scale is not None, "weights in groups have scales"
+        if self._group_of(matrix) not in GROUPS:
+            dense = torch.cat([weight.dequantized() for weight in weights])
+            return self.pack_matrix(dense, bias)
         return Matrix(
             packed=matrix.packed.to(self._device),
             num_rows=matrix.num_rows,

@@ -7,6 +7,7 @@ and a busy wait. `FOR UPDATE SKIP LOCKED` is dropped there, which is safe becaus
 from __future__ import annotations
 
 import random
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ T = TypeVar("T")
 
 _PAUSE_S = 0.02
 _SQLITE_PRAGMAS = (
+    "busy_timeout=30000",  # first: the next one waits for whoever makes the same file
     "journal_mode=WAL",
     "synchronous=NORMAL",
-    "busy_timeout=30000",
     "foreign_keys=ON",
     "recursive_triggers=ON",
 )
+_SWITCH_TRIES, _SWITCH_PAUSE_S = 100, 0.1
 _SQLITE_NOW = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 _POSTGRES_NOW = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
 
@@ -124,7 +126,19 @@ def _psycopg(url: str) -> str:
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # we emit BEGIN ourselves
     for pragma in _SQLITE_PRAGMAS:
-        connection.execute(f"PRAGMA {pragma}")
+        _set(connection, pragma)
+
+
+def _set(connection: Any, pragma: str) -> None:
+    """Whoever changes the journal of a file that another is changing gets no wait from SQLite, but an error at once."""
+    for left in reversed(range(_SWITCH_TRIES)):
+        try:
+            connection.execute(f"PRAGMA {pragma}")
+            return
+        except sqlite3.OperationalError as error:
+            if not left or "locked" not in str(error):
+                raise
+            time.sleep(_SWITCH_PAUSE_S)
 
 
 def _begin_sqlite(connection: Connection) -> None:

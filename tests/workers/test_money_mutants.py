@@ -81,7 +81,7 @@ def goodwill(machine: Money) -> None:
     machine.bill(0, 1)
 
 
-def no_usage(session: Any, batch: Any, part: Any) -> bool:
+def no_usage(session: Any, batch: Any, part: Any, **_: Any) -> bool:
     from batchsvc.billing import ledger
 
     posting = ledger.void(batch.project_id, batch.id, part.id, part.cost_nanos)

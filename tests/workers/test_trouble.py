@@ -54,7 +54,8 @@ def test_an_engine_at_work_or_idle_does_not_hang(sqlite_world: World) -> None:
 def test_a_shortage_of_memory_costs_no_line_and_no_attempt(sqlite_world: World) -> None:
     world = sqlite_world
     batch_id = world.add_batch(num_lines=40, unit_lines=10, max_tokens=20)
-    with worker(world, FakeEngine(None, max_running=16, step_tokens=32, faults=Faults.parse("oom:3"))) as run:
+    engine = FakeEngine(None, max_running=16, step_tokens=32, faults=Faults.parse("oom:3"))
+    with worker(world, engine, lease_s=300.0) as run:  # a busy machine loses no lease
         until(completed(world, batch_id), "all lines")
         assert run._engine.stats().shortages >= 2 and run.failure is None
     assert {unit.epoch for unit in world.units(batch_id)} == {1}

@@ -88,7 +88,10 @@ def test_messages_are_planned_as_the_chats_that_they_mean(planned: Planned) -> N
     assert (batch.status, batch.total, batch.failed) == ("in_progress", 4, 3)
     assert planned.lines(batch.id)[1][1] == wanted[1], "as many prompt tokens as the chat has"
     rejected = planned.rejected(batch.id)
-    assert [rejected[number]["response"]["body"]["error"]["param"] for number in (2, 3)] == ["max_tokens", "tools"]
+    assert [rejected[number]["response"]["body"]["error"]["param"] for number in (2, 3)] == [
+        "max_tokens",
+        "tools.0.input_schema",
+    ]
     assert rejected[4]["error"]["code"] == "missing_required_parameter"
 
 

@@ -67,7 +67,7 @@ def test_what_a_prefix_covers_stays_under_it_also_when_the_key_is_resolved(prefi
     except InvalidRequestError:
         return
     assert posixpath.normpath(one.key) == one.key, "resolving changes nothing"
-    inside = posixpath.normpath("/root/" + one.key).startswith(posixpath.normpath("/root/" + folder.key) + "/")
+    inside = posixpath.normpath("/base/" + one.key).startswith(posixpath.normpath("/base/" + folder.key) + "/")
     assert folder.covers(one) == (inside or folder.key == "")
 
 

@@ -30,6 +30,7 @@ from batchsvc.stack.services import choose_ports
 from batchsvc.store.s3 import ObjectStore
 from tests.faults.roles import run_role
 from tests.faults.watch import Watch
+from tests.servers import SECRET_KEY
 
 Role = Literal["api", "control", "engine"]
 LIVENESS_S = 120.0
@@ -366,10 +367,12 @@ class Cluster:
             oldest = session.scalar(select(func.min(Worker.beat_ms)))
             return (database_now_ms(session) - int(oldest or 0)) / 1000
 
-    def change_batch(self, job: Job, **values: Any) -> None:
+    def change_batch(self, job: Job, *, unless_ended: bool = False, **values: Any) -> None:
         """Set columns of the row, as an operator's hand or a clock would."""
         with self.db.transaction() as session:
             row = session.get_one(Batch, job.id, with_for_update=True)
+            if unless_ended and row.ended_ms is not None:
+                return
             for name, value in values.items():
                 setattr(row, name, value)
 
@@ -410,6 +413,7 @@ class Cluster:
             "AWS_ENDPOINT_URL_S3": self.services.s3_endpoint,
             "AWS_ACCESS_KEY_ID": self.services.s3_access_key,
             "AWS_SECRET_ACCESS_KEY": self.services.s3_secret_key,
+            "BATCHSVC_SECRET_KEY": SECRET_KEY,
             "BATCHSVC_BUCKET": self.services.bucket,
             "BATCHSVC_MODEL": self.model.path,
             "BATCHSVC_FAKE_WITNESS": self.directory / "witness.jsonl",

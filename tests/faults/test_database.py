@@ -129,7 +129,7 @@ def test_row_49_postgresql_is_away_for_longer_than_a_lease(cluster: Cluster, jud
         cluster.until(lambda: monotonic_s() - began > 10, "much more than a lease")
         after = (cluster.num_done(job), sum(unit.epoch for unit in cluster.units(job)))
         assert after == (done, claimed), "nothing is claimed, nothing counts"
-        assert all("unit.lost" in worker.text() or "lease.gone" in worker.text() for worker in workers), "self-fence"
+        assert all("lease.fenced" in worker.text() for worker in workers), "self-fence"
         proxy.heal()
         cluster.wait(job, "completed")
         assert all(worker.is_alive for worker in workers), "they recovered alone"

@@ -153,8 +153,7 @@ def test_row_63_all_ends_at_once(cluster: Cluster, judge: Judge) -> None:
 
         def expire(job: Job = job, start: threading.Barrier = start) -> None:
             start.wait()
-            if cluster.batch(job).ended_ms is None:
-                cluster.change_batch(job, expires_ms=now_ms() - 1)
+            cluster.change_batch(job, unless_ended=True, expires_ms=now_ms() - 1)
 
         threads = [threading.Thread(target=target) for target in (cancel, expire)]
         for thread in threads:

@@ -63,12 +63,14 @@ def test_row_15_lease_thread_stopped(cluster: Cluster, judge: Judge) -> None:
     held = {unit.id: unit for unit in cluster.holds(victim)}
     assert held
 
-    def given_up() -> set[str]:
-        said = victim.text().splitlines()
-        ends = "".join(line for line in said if "lease.fenced" in line or "unit.lost" in line)
-        return {unit_id for unit_id in held if unit_id in ends}
+    def named(*events: str) -> set[str]:
+        said = "".join(line for line in victim.text().splitlines() if any(event in line for event in events))
+        return {unit_id for unit_id in held if unit_id in said}
 
-    cluster.until(lambda: given_up() == held.keys(), "it gives its units up by itself")
+    cluster.until(lambda: named("unit.ended", "lease.fenced", "unit.lost") == held.keys(), "its units end or are lost")
+    given_up = named("lease.fenced", "unit.lost")
+    assert given_up, "what it couldn't end in time it gives up by itself"
+    held = {unit_id: held[unit_id] for unit_id in given_up}
     time.sleep(LEASE_S)
     after = {unit.id: unit for unit in cluster.holds(victim)}
     assert all((after[name].epoch, after[name].lease_ms) == (held[name].epoch, held[name].lease_ms) for name in held)

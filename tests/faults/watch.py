@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 _POLL_S = 0.2
+_ENDED_POLL_S = 2.0  # many that ended would keep the API busy
 _TERMINAL = {"completed", "failed", "expired", "cancelled"}
 _ORDER = ("validating", "in_progress", "cancelling", "finalizing")
 
@@ -42,9 +43,13 @@ class Watch:
             if after["status"] not in _TERMINAL:
                 assert _share(after) < 1, "all is done, but there is no file yet"
 
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self.seen) and self.seen[-1]["status"] in _TERMINAL
+
     def _run(self) -> None:
         with httpx.Client(timeout=30, trust_env=False, headers={"Authorization": f"Bearer {self._key}"}) as client:
-            while not self._stopped.wait(_POLL_S):
+            while not self._stopped.wait(_ENDED_POLL_S if self._has_ended else _POLL_S):
                 try:
                     answer = client.get(f"{self._url()}/v1/batches/{self._batch_id}")
                 except httpx.HTTPError:

@@ -1,11 +1,12 @@
 """`python -m engine.bench_forms`: what forms cost, as a ratio of step times with and without them.
 
-The same prompts are answered twice by one engine, all at once: freely, and each in a form of its own (objects, arrays,
-enums, patterns, by turns). No answer ends before the last step that is timed, so both do the same work but for the
-masks. Prints one JSON line:
+Two engines of the same model answer the same prompts: one freely, one each in a form of its own (objects, arrays,
+enums, patterns, by turns). They take turns of some steps each, as machines have better and worse moments, and no answer
+ends before the last step that is timed: both do the same work but for the masks. Prints one JSON line:
 
-free_ms, formed_ms   the median step of decodes in each, in the best of three rounds
-ratio                formed_ms / free_ms
+free_ms, formed_ms   a step of decodes in each, the median over all turns
+ratio                the median over all pairs of turns of formed / free
+spread               the pairs' lower and upper quartile
 masks_ms             making the masks of one step, alone; the engine does so between one step and the next
 compile_ms           compiling one form, on average
 """
@@ -23,14 +24,14 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.load.fetch import locate
-from engine.quality import resolve_formats
+from engine.quality.serving import resolve_formats
 from engine.request import Request, SamplingParams
 from engine.structure.grammar import spec_of
 from engine.structure.matchers import Grammars
 from engine.text import TextModel, load_text
 
 _WARM_STEPS = 8
-_ROUNDS = 3
+_TURN_STEPS = 12  # the masks that a turn leaves to be made while the other engine goes on weigh little beside so many
 
 
 def mixed_form(index: int) -> str:
@@ -57,57 +58,67 @@ def mixed_form(index: int) -> str:
     return spec_of("json", shapes[index % len(shapes)])
 
 
-def measure(config: EngineConfig, num_rows: int, num_steps: int, temperature: float) -> dict[str, Any]:
+def measure(config: EngineConfig, num_rows: int, num_turns: int, temperature: float) -> dict[str, Any]:
     """The figures described above."""
     text = load_text(config.model)
-    engine = Engine(config, text=text)
     prompts = [  # different ones: equal answers to equal prompts would share their memory
         text.prompt_ids([{"role": "user", "content": f"Queue {index}: describe the tickets of this week as JSON."}])
         for index in range(num_rows)
     ]
+    forms = [mixed_form(index) for index in range(num_rows)]
+    num_steps = _WARM_STEPS + num_turns * _TURN_STEPS + 32  # those admitted first are ahead of the last
 
-    def requests(name: str, forms: Sequence[str]) -> list[Request]:
+    def started(forms: Sequence[str]) -> _Answers:
         params = [
             SamplingParams(max_tokens=num_steps, temperature=temperature, seed=index, ignore_eos=True, grammar=form)
             for index, form in enumerate(forms)
         ]
-        return [
-            Request(id=f"{name} {i}", prompt_ids=prompt, params=mine)
-            for i, (prompt, mine) in enumerate(zip(prompts, params, strict=True))
-        ]
+        return _Answers(Engine(config, text=text), prompts, params)
 
-    forms = [mixed_form(index) for index in range(num_rows)]
-    free_ms = formed_ms = float("inf")
-    answers: list[tuple[int, ...]] = []
-    for no in range(_ROUNDS):  # by turns, as machines have better and worse moments
-        free_ms = min(free_ms, _run(engine, requests(f"free {no}", [""] * num_rows))[0])
-        step_ms, answers = _run(engine, requests(f"formed {no}", forms))
-        formed_ms = min(formed_ms, step_ms)
-    compile_ms, masks_ms = _replay(text, forms, answers)
+    free, formed = started([""] * num_rows), started(forms)
+    times = [(free.turn_s(), formed.turn_s()) for _ in range(num_turns)]
+    ratios = [formed_s / free_s for free_s, formed_s in times]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    compile_ms, masks_ms = _replay(text, forms, formed.token_ids())
     return {
         "rows": num_rows,
         "temperature": temperature,
-        "free_ms": round(free_ms, 2),
-        "formed_ms": round(formed_ms, 2),
-        "ratio": round(formed_ms / free_ms, 4),
+        "free_ms": round(statistics.median(free_s for free_s, _ in times) / _TURN_STEPS * 1e3, 2),
+        "formed_ms": round(statistics.median(formed_s for _, formed_s in times) / _TURN_STEPS * 1e3, 2),
+        "ratio": round(middle, 4),
+        "spread": [round(low, 4), round(high, 4)],
         "masks_ms": round(masks_ms, 3),
         "compile_ms": round(compile_ms, 2),
     }
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[tuple[int, ...]]]:
-    """The median step in which all took part, and the answers."""
-    for request in requests:
-        engine.add(request)
-    times = []
-    answers: dict[str, tuple[int, ...]] = {}
-    while engine.has_work():
+class _Answers:
+    """Answers under way in an engine of their own, all past their first steps."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        self._engine = engine
+        self._ids = [f"{i}" for i in range(len(prompts))]
+        for name, prompt, mine in zip(self._ids, prompts, params, strict=True):
+            engine.add(Request(id=name, prompt_ids=list(prompt), params=mine))
+        while len(engine.step().new_tokens) < len(prompts):
+            pass
+        for _ in range(_WARM_STEPS):
+            engine.step()
+
+    def turn_s(self) -> float:
+        """The time of the next steps."""
         start = time.perf_counter()
-        output = engine.step()
-        if len(output.new_tokens) == len(requests):
-            times.append(time.perf_counter() - start)
-        answers |= {completion.request_id: completion.token_ids for completion in output.completions}
-    return statistics.median(times[_WARM_STEPS:]) * 1e3, [answers[request.id] for request in requests]
+        for _ in range(_TURN_STEPS):
+            if len(self._engine.step().new_tokens) != len(self._ids):
+                raise RuntimeError("an answer ended before all steps were timed")
+        return time.perf_counter() - start
+
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """The whole answers, once they ended."""
+        answers = {}
+        while self._engine.has_work():
+            answers |= {done.request_id: done.token_ids for done in self._engine.step().completions}
+        return [answers[name] for name in self._ids]
 
 
 def _replay(text: TextModel, forms: Sequence[str], answers: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -130,13 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.bench_forms", description="Time forms of answers.")
     parser.add_argument("--model", default="smollm2-135m", help="name, path or hf:owner/name")
     parser.add_argument("--rows", type=int, default=64, help="answers at once, each in a form of its own")
-    parser.add_argument("--steps", type=int, default=64, help="tokens of each")
+    parser.add_argument("--turns", type=int, default=12, help=f"of {_TURN_STEPS} steps, for each of both")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args(argv)
     path = str(locate(args.model))
     formats, _ = resolve_formats(path, "auto", "auto", lambda sentence: None)
     config = EngineConfig(model=path, weight_format=formats.weights, kv_format=formats.kv, max_running=args.rows)
-    sys.stdout.write(json.dumps(measure(config, args.rows, args.steps, args.temperature)) + "\n")
+    sys.stdout.write(json.dumps(measure(config, args.rows, args.turns, args.temperature)) + "\n")
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.memory.formats import SCALE_BYTES
@@ -48,7 +49,7 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLayout:
-    """int8, and behind each head's values one float32 scale a token, as bytes.
+    """int8 or fp8, and behind each head's values one float32 scale a token, as bytes.
 
     K [kv_heads][head_dim / 4][tokens][4], V as in PairLayout. It travels between processes as it lies.
     """
@@ -67,6 +68,49 @@ class ScaledLayout:
         return blocks
 
     v_to_wire = k_from_wire = v_from_wire = k_to_wire
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTokenLayout:
+    """int8 or fp8, each token and head with its float32 scale behind its values, as bytes: a token's row is in one
+    place. The wire has them as ScaledLayout keeps them: K in fours of dimensions, V in pairs of tokens."""
+
+    tokens: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        return (self.tokens, self.kv_heads, self.head_dim + SCALE_BYTES)
+
+    v_shape = k_shape
+
+    def k_to_wire(self, blocks: Tensor) -> Tensor:
+        values, scales = self._split(blocks)
+        fours = values.unflatten(3, (self.head_dim // 4, 4)).transpose(2, 3)
+        return torch.cat((fours.flatten(2), scales), dim=2)
+
+    def v_to_wire(self, blocks: Tensor) -> Tensor:
+        values, scales = self._split(blocks)
+        pairs = values.unflatten(2, (self.tokens // 2, 2)).transpose(3, 4)
+        return torch.cat((pairs.flatten(2), scales), dim=2)
+
+    def k_from_wire(self, blocks: Tensor) -> Tensor:
+        fours = blocks[:, :, : self.tokens * self.head_dim].unflatten(2, (self.head_dim // 4, self.tokens, 4))
+        return self._joined(fours.transpose(2, 3).flatten(3), blocks)
+
+    def v_from_wire(self, blocks: Tensor) -> Tensor:
+        pairs = blocks[:, :, : self.tokens * self.head_dim].unflatten(2, (self.tokens // 2, self.head_dim, 2))
+        return self._joined(pairs.transpose(3, 4).flatten(2, 3), blocks)
+
+    def _split(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, tokens, kv_heads, bytes] as values [n, kv_heads, tokens, head_dim] and scales [n, kv_heads, bytes]."""
+        heads = blocks.transpose(1, 2)
+        return heads[..., : self.head_dim], heads[..., self.head_dim :].flatten(2)
+
+    def _joined(self, values: Tensor, blocks: Tensor) -> Tensor:
+        scales = blocks[:, :, self.tokens * self.head_dim :].unflatten(2, (self.tokens, SCALE_BYTES))
+        return torch.cat((values, scales), dim=3).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class Matrix:
     """A weight [out, in] as its kernels keep it. int8: `scale` float32 [out]; `bias` [out] or None.
 
     `is_tiled`: packed for the CPU's own matmul, not for torch's. `bits`: of the codes of a weight in groups, whose
-    `scale` and `zero` are [out, groups] (groups.py); else 0.
+    `scale` and `zero` are [out, groups] (groups.py); else 0. fp8: `scale` [out, blocks of `block` columns], and the
+    `input_scale` of all rows where they don't have their own (fp8.py).
     """
 
     packed: Tensor
@@ -35,14 +36,16 @@ class Matrix:
     is_tiled: bool = False
     zero: Tensor | None = None
     bits: int = 0
+    block: int = 0
+    input_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Rows times a matrix, [T, out], before its scales: value = values * row * column + bias.
+    """Rows times a matrix, [T, out], before its scales and bias: value = values * row * column + bias.
 
-    `values` are int32, or the same integers as float32, where `row` [T] and `column` [out] are given;
-    else they are the result itself, bias included.
+    `values` are int32, or the same integers as float32, where `row` [T] and `column` [out] are given; else they are
+    the product itself. Without a `bias` there is none, or it is in there.
     """
 
     values: Tensor
@@ -52,7 +55,7 @@ class Product:
 
     def dequantized(self) -> Tensor:
         """float32 [T, out]."""
-        if self.row is None or self.column is None:
-            return self.values.float()
-        exact = self.values.float() * self.row[:, None] * self.column
+        exact = self.values.float()
+        if self.row is not None and self.column is not None:
+            exact = exact * self.row[:, None] * self.column
         return exact if self.bias is None else exact + self.bias

@@ -62,7 +62,7 @@ _WEIGHTS = {
     "float32": WeightFormat(name="float32", bits=32),
     "bf16": WeightFormat(name="bf16", bits=16),
     "int8": WeightFormat(name="int8", bits=8, scale_bits=_ROW_SCALE_BITS),
-    "fp8": WeightFormat(name="fp8", bits=8, scale_bits=_ROW_SCALE_BITS),
+    "fp8": WeightFormat(name="fp8", bits=8, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
     "int4": WeightFormat(name="int4", bits=4, group=128, scale_bits=_GROUP_SCALE_BITS, keeps_head=True),
     "w8a16": WeightFormat(name="w8a16", bits=8, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
     "w4a16": WeightFormat(name="w4a16", bits=4, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),

@@ -7,6 +7,7 @@ A module (a matrix) is stored as several tensors `<module>.<part>`. G groups of 
     compressed-tensors   weight_packed [out, in / pack], weight_scale [out, G], weight_zero_point [out / pack, G] unless
                          symmetric, weight_shape [2] int64, weight_g_idx [in]
 
+compressed-tensors also has fp8: weight [out, in] of e4m3 and weight_scale [out, 1]; inputs are made fp8 row by row.
 GPTQ's files of version 1 hold each zero less one. With g_idx a column tells its group; without, groups are runs.
 """
 
@@ -73,6 +74,8 @@ def _shaped(take: Take) -> Take:
 
     def checked(part: str, dtype: torch.dtype | None) -> Tensor:
         found = take(part, dtype)
+        if part == "weight_scale" and found.numel() == 1:
+            found = found.view(1, 1)  # one for the matrix
         if found.dim() != (1 if part in _LISTS else 2) or not found.numel():
             kind = "list" if part in _LISTS else "matrix"
             raise PartError(part, f"has the shape {list(found.shape)}, which is no {kind}'s")
@@ -175,6 +178,7 @@ class CompressedTensorsLayout:
         if shape.shape != (2,) or shape[0] != rows or not 0 <= words.shape[1] * pack - shape[1] < pack:
             raise PartError("weight_shape", f"says {shape.tolist()}, but weight_packed has {list(words.shape)} words")
         columns = int(shape[1])
+        scales = scales.expand(rows, 1) if scales.numel() == 1 else scales
         _check("weight_scale", scales, (rows, scales.shape[-1]))
         zero = None
         if has("weight_zero_point"):
@@ -208,6 +212,24 @@ LAYOUTS: Mapping[str, Layout] = {
     "awq": AwqLayout(),
     "compressed-tensors": CompressedTensorsLayout(),
 }
+
+
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_CONFIG: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_FP8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""The quantization_config of a model whose layers alone are fp8."""
 
 
 def dense(stored: Stored) -> Tensor:

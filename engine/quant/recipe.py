@@ -13,15 +13,18 @@ from engine.kernels.values import Matrix
 from engine.load.weights import Source, WeightReader
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer
+from engine.quant import fp8
 from engine.quant.awq import clipped, scaled_moments, search_scale
 from engine.quant.capture import LayerMoments, ListeningKernels, Walk
+from engine.quant.fp8 import Fp8Weight
 from engine.quant.gptq import gptq
 from engine.quant.groups import GroupedWeight, Scheme, round_to_nearest
 
 METHODS = ("gptq", "awq", "rtn")
 CALIBRATED = ("gptq", "awq")
 
-Parameter = tuple[str, Tensor | GroupedWeight]
+QuantizedWeight = GroupedWeight | Fp8Weight
+Parameter = tuple[str, Tensor | QuantizedWeight]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ class Recipe:
 
 def check_widths(model: ModelConfig, scheme: Scheme, name: str) -> None:
     """Raises ConfigError where groups don't divide a row."""
+    if scheme.is_float:
+        return
     for columns in (model.hidden, model.num_heads * model.head_dim, model.mlp):
         if columns % scheme.group:
             fitting = [str(size) for size in (32, 64, 128) if columns % size == 0]
@@ -70,7 +75,7 @@ def quantized(
     reader.check_empty()
 
 
-_Quantized = tuple[Layer, list[GroupedWeight]]
+_Quantized = tuple[Layer, Sequence[QuantizedWeight]]
 
 
 def _quantize(
@@ -78,7 +83,7 @@ def _quantize(
 ) -> _Quantized:
     """The layer, perhaps scaled, and its four matrices in groups; the walk goes on to the next layer."""
     if walk is None:
-        return layer, [round_to_nearest(matrix.packed, recipe.scheme) for matrix in _matrices(layer)]
+        return layer, [_rounded(matrix.packed, recipe.scheme) for matrix in _matrices(layer)]
     moments = walk.listen(layer)
     if recipe.method == "gptq":
         pairs = zip(_matrices(layer), moments.all, strict=True)
@@ -91,6 +96,10 @@ def _quantize(
     return scaled, [
         clipped(matrix.packed, scaled_moments(m.hessian, scale), recipe.scheme) for matrix, m, scale in triples
     ]
+
+
+def _rounded(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
+    return fp8.quantized(weight, scheme.scale_dtype) if scheme.is_float else round_to_nearest(weight, scheme)
 
 
 def scaled_layer(
@@ -143,10 +152,19 @@ def _matrices(layer: Layer) -> tuple[Matrix, Matrix, Matrix, Matrix]:
     return layer.qkv, layer.out, layer.gate_up, layer.down
 
 
-def _split(model: ModelConfig, layer: Layer, weights: list[GroupedWeight]) -> Iterator[Parameter]:
+def _split(model: ModelConfig, layer: Layer, weights: Sequence[QuantizedWeight]) -> Iterator[Parameter]:
     """The parameters of a layer, each matrix by itself."""
-    yield "attention_norm.weight", layer.attention_norm
-    yield "mlp_norm.weight", layer.mlp_norm
+    norms = {
+        "attention_norm": layer.attention_norm,
+        "attention_post_norm": layer.attention_post_norm,
+        "mlp_norm": layer.mlp_norm,
+        "mlp_post_norm": layer.mlp_post_norm,
+    }
+    if layer.qk_norm is not None:
+        norms["q_norm"], norms["k_norm"] = layer.qk_norm
+    for name, norm in norms.items():
+        if norm is not None:
+            yield f"{name}.weight", norm
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     names = (
         (("q", query), ("k", kv), ("v", kv)),

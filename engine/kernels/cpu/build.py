@@ -18,7 +18,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
-_SOURCES = ("attention.cpp", "groups.cpp", "layers.cpp", "matmul.cpp", "rows.cpp")
+_SOURCES = ("attention.cpp", "fp8.cpp", "groups.cpp", "layers.cpp", "matmul.cpp", "rows.cpp")
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("g++", "clang++", "c++")
 

@@ -23,7 +23,9 @@ def pack(weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
     bits = weights[0].bits
     zero = None
     if any(weight.zero is not None for weight in weights):
-        zero = torch.cat([_zeros(weight) for weight in weights])
+        zeros = [_zeros(weight) for weight in weights]
+        is_exact = any(part.is_floating_point() for part in zeros)
+        zero = torch.cat([part.float() if is_exact else part for part in zeros])
     return Matrix(
         packed=torch.cat([pack_bytes(weight.codes, bits) for weight in weights]),
         num_rows=sum(len(weight.codes) for weight in weights),
@@ -58,4 +60,4 @@ def panel(matrix: Matrix, start: int, dtype: torch.dtype, rows: int = _PANEL_ROW
 def _zeros(weight: GroupedWeight) -> Tensor:
     if weight.zero is None:
         return torch.full(weight.scale.shape, 1 << (weight.bits - 1), dtype=torch.int16)
-    return weight.zero.to(torch.int16)
+    return weight.zero if weight.zero.is_floating_point() else weight.zero.to(torch.int16)

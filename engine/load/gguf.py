@@ -27,6 +27,7 @@ MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 8
 MAX_DEPTH = 4
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -60,10 +61,14 @@ class GGUFFile:
         self._walk = _Walk(self._map, path)
         self._read_header()
 
+    def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of the tensor `name`, as they are mapped."""
+        info = self.tensors[name]
+        return np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+
     def load(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The tensor `name` as float32 [shape], dequantized."""
-        info = self.tensors[name]
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        info, raw = self.tensors[name], self.raw(name)
         if info.kind == GGMLQuantizationType.F32:
             return raw.view(np.float32).reshape(info.shape)
         try:
@@ -77,7 +82,8 @@ class GGUFFile:
     def _read_header(self) -> None:
         walk = self._walk
         if walk.take(4) != b"GGUF":
-            raise ModelError(f"{self.path} is not a GGUF file.")
+            way_out = "; pickles are never loaded: convert it to safetensors" if self.path.suffix in _PICKLES else ""
+            raise ModelError(f"{self.path} is not a GGUF file{way_out}.")
         version = walk.scalar("I")
         if version not in (2, 3):
             raise ModelError(

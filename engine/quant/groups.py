@@ -18,11 +18,14 @@ _LEAST_SCALE = 2.0**-20  # still has a few digits as float16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How weights become integers. Scales have no more digits than `scale_dtype`, in which they are stored."""
+    """How weights become integers. Scales have no more digits than `scale_dtype`, in which they are stored.
+
+    `is_float`: they become fp8 numbers (fp8.py) instead, with a scale a row."""
 
     bits: int
     group: int
     symmetric: bool = True
+    is_float: bool = False
     scale_dtype: torch.dtype = torch.float16
 
     @property
@@ -33,8 +36,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight:
-    """A weight [out, in]: `codes` uint8 [out, in], `scale` float32 [out, groups], `zero` uint8 [out, groups] or None
-    for the middle code."""
+    """A weight [out, in]: `codes` uint8 [out, in], `scale` float32 [out, groups], `zero` [out, groups] or None for the
+    middle code. Zeros are integers, or float32 where zero lies between codes, as in some files of GGUF."""
 
     bits: int
     codes: Tensor

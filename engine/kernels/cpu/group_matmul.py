@@ -33,7 +33,7 @@ class GroupKernels:
         if group % _STEP:
             return groups.multiply(values, matrix)
         operands = (
-            *(_pointer(tensor) for tensor in (matrix.packed, matrix.scale, matrix.zero)),
+            *(_pointer(tensor) for tensor in (matrix.packed, matrix.scale, *_zeros(matrix))),
             *(matrix.num_rows, matrix.num_columns, group, matrix.bits),
         )
         if len(values) <= self._few_rows:
@@ -53,6 +53,12 @@ class GroupKernels:
             self._lib.unpack_groups(*operands, first, count, _pointer(panel))
             products.append(torch.nn.functional.linear(values, panel))
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def _zeros(matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:
+    """Zeros that are codes, and zeros that lie between them."""
+    is_between = matrix.zero is not None and matrix.zero.is_floating_point()
+    return (None, matrix.zero) if is_between else (matrix.zero, None)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:

@@ -79,6 +79,21 @@ def test_zeros_of_gptq_files_go_up_to_sixteen() -> None:
     assert error(found, exact(values, [part])) < 1e-5
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (4, 64)])
+def test_zeros_may_lie_between_codes(bits: int, group: int) -> None:
+    """As in GGUF's Q4_1: value = code * step + least. Beside a matrix whose zeros are codes."""
+    one, other, _ = weights(bits, group, symmetric=False)
+    between = torch.randn(one.scale.shape, generator=torch.Generator().manual_seed(0)) * 9
+    parts = [GroupedWeight(bits=bits, codes=one.codes, scale=one.scale, zero=between), other]
+    matrix = groups.pack(parts, None)
+    for count in ROWS:
+        values = rows_of(count, matrix.num_columns)
+        expected = exact(values, parts)
+        compiled = GroupKernels(library(), is_even=False).multiply(values, matrix)
+        assert error(compiled, expected) < (1e-5 if count <= FEW_ROWS else 0.01)
+        assert error(groups.multiply(values, matrix), expected) < 0.01
+
+
 def test_a_matrix_without_zeros_beside_one_with() -> None:
     one, _, other = weights(4, 32, symmetric=True)
     other = GroupedWeight(bits=4, codes=other.codes, scale=other.scale, zero=torch.full_like(other.scale, 3).byte())

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.memory.plan import KV_SHARE, available_bytes, plan_memory
 from engine.model.config import ModelConfig
+from engine.quant.__main__ import quantize
 from tests.engine.stepping import make_runner
 from tests.tiny import make_tiny_model
 
@@ -67,8 +68,11 @@ def test_the_answer_is_explained_in_one_sentence() -> None:
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelError, match=r"needs 311 MiB for weights .* only 100 MiB of memory is free"):
         plan_memory(config(), MODEL, available=100 << 20)
-    with pytest.raises(ModelError, match=r"even int8 weights with int8 KV need \d+ MiB\.$"):
+    few = "and 16 sequences at once in steps of 256 tokens"
+    with pytest.raises(ModelError, match=rf"even int8 weights with int8 KV {few} need \d+ MiB\.$"):
         plan_memory(config(), MODEL, available=100 << 20)
+    with pytest.raises(ModelError, match=rf"int8 weights with bf16 KV {few} would fit, with \d+ MiB\.$"):
+        plan_memory(config(), MODEL, available=300 << 20)
     with pytest.raises(ModelError, match=r"int8 weights with bf16 KV would fit, with 382 MiB\.$"):
         plan_memory(config(), MODEL, available=450 << 20)
     with pytest.raises(ConfigError, match="kv_bytes is 1000"):
@@ -103,3 +107,29 @@ def test_a_container_limit_counts_and_its_file_cache_does_not(tmp_path: Path) ->
     assert available_bytes(container(tmp_path, "100000")) == 0
     assert available_bytes(container(tmp_path, "max")) > 1 << 20
     assert available_bytes(tmp_path / "none") > 1 << 20
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_in_groups_are_counted_with_their_scales(
+    tmp_path: Path, bits: int, group: int, symmetric: bool
+) -> None:
+    model = make_tiny_model(tmp_path / "m", hidden=128, mlp=256, layers=1)
+    target = tmp_path / "small"
+    quantize(str(model), target, method="rtn", bits=bits, group=group, layout="compressed-tensors", symmetric=symmetric)
+    runner = make_runner(target, weight_format=f"w{bits}a16", kv_format="bf16", num_blocks=2)
+    weights = runner._decoder._weights
+    tensors = [weights.embedding, weights.head.packed]
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            tensors += [matrix.packed, matrix.scale, matrix.zero]
+    held = sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+    assert held <= runner.memory.weight_bytes <= held + 3 * 128 * 2, "norms beside"
+
+
+def test_bytes_that_a_file_tells_come_before_those_of_its_format() -> None:
+    told = plan_memory(config(weight_format="w4a16"), MODEL, available=4 * GIB, weight_bytes=GIB)
+    assert told.weight_bytes == GIB
+    with pytest.raises(ModelError, match="needs 4,096 MiB for weights"):
+        plan_memory(config(weight_format="w4a16"), MODEL, available=4 * GIB, weight_bytes=4 * GIB)

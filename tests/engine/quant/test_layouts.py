@@ -18,17 +18,23 @@ def stored(layout: str, tensors: dict[str, Tensor], bits: int, zero_offset: int 
     return LAYOUTS[layout].read(lambda part, dtype: tensors[part], tensors.__contains__, bits, offset)
 
 
-def a_weight(bits: int = 4, symmetric: bool = True, rows: int = 16) -> GroupedWeight:
-    scheme = Scheme(bits=bits, group=32, symmetric=symmetric)
+def a_weight(bits: int = 4, symmetric: bool = True, rows: int = 16, group: int = 32) -> GroupedWeight:
+    scheme = Scheme(bits=bits, group=group, symmetric=symmetric)
     return round_to_nearest(make_problem(bits, rows, 2, scheme).weight, scheme)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(tuple(LAYOUTS)), st.sampled_from((4, 8)), st.booleans(), st.integers(1, 4))
-def test_a_weight_comes_back(layout: str, bits: int, symmetric: bool, rows: int) -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(tuple(LAYOUTS)),
+    st.sampled_from((4, 8)),
+    st.booleans(),
+    st.integers(1, 4),
+    st.sampled_from((32, 64, 128)),
+)
+def test_a_weight_comes_back(layout: str, bits: int, symmetric: bool, rows: int, group: int) -> None:
     bits = 4 if layout == "awq" else bits
     symmetric = symmetric or layout == "gptq"
-    weight = a_weight(bits, symmetric, rows * 8)
+    weight = a_weight(bits, symmetric, rows * 8, group)
     tensors = LAYOUTS[layout].write(weight, torch.float16)
     assert set(LAYOUTS[layout].needed) <= set(tensors) <= set(LAYOUTS[layout].parts)
     found, order = stored(layout, tensors, bits)
@@ -68,6 +74,13 @@ def test_compressed_tensors_have_their_shape_beside_them() -> None:
         "weight_shape": (2,),
     }
     assert tensors["weight_shape"].tolist() == [16, 64]
+
+
+def test_one_scale_for_the_matrix_is_that_of_each_row() -> None:
+    """Strategy `tensor` of compressed-tensors."""
+    tensors = LAYOUTS["compressed-tensors"].write(a_weight(), torch.bfloat16)
+    found, _ = stored("compressed-tensors", {**tensors, "weight_scale": torch.tensor([0.5])}, 4)
+    assert torch.equal(found.dequantized(), (a_weight().codes.float() - 8) * 0.5)
 
 
 @pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])

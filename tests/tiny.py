@@ -45,7 +45,7 @@ def make_tiny_model(
     The weights are drawn so that logits spread over a few units: greedy choices are rarely close calls.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(vocab_size)
+    tokenizer = make_tokenizer(vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +76,7 @@ def make_tiny_model(
     return directory
 
 
-def _tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+def make_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -6,8 +6,11 @@ from typing import Annotated
 
 import typer
 
+from batchsvc.cli import formats
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
+from batchsvc.cli.evaluate import evaluate
+from batchsvc.cli.licence import asking
 from batchsvc.cli.options import AdminOptions, JsonOption, ServerOptions, grouped
 from batchsvc.cli.quantize import quantize
 from batchsvc.cli.size import size
@@ -15,7 +18,9 @@ from batchsvc.cli.target import absolute_model
 from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
-app = typer.Typer(no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize.", rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize, eval.", rich_markup_mode=None
+)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, or hf:owner/name.")]
 
@@ -31,19 +36,34 @@ def list_models(
         page = session.client.models()
     console.result(page)
     rows = [
-        {**row, "alias_of": row.get("alias_of") or "", "digest": str(row.get("digest") or "")[:16]}
+        {
+            **row,
+            "alias_of": row.get("alias_of") or "",
+            "digest": str(row.get("digest") or "")[:16],
+            "quality": formats.verdict(row),
+        }
         for row in page["data"]
     ]
-    console.table(rows, ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "workers", "digest"))
+    columns = ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "quality", "workers", "digest")
+    console.table(rows, columns)
 
 
 @app.command()
-def pull(name: NameArgument = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
-    """Fetch a model into your cache directory; it is checked and kept."""
+def pull(
+    name: NameArgument = DEFAULT_MODEL,
+    accept_licence: Annotated[
+        bool, typer.Option("--accept-licence", help="Accept the licence that is shown, without being asked.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a model into your cache directory; it is checked and kept.
+
+    A model whose licence binds its users (gemma3-270m) shows it first, and is fetched once it is accepted.
+    """
     from batchsvc.stack.prepare import located
 
     console = Console(as_json=as_json)
-    found = located(absolute_model(name), console.say)
+    found = located(absolute_model(name), console.say, asking(console, is_accepted=accept_licence))
     console.out(str(found.path))
     console.result({"id": name, "object": "model", **found.registration(name), "path": str(found.path)})
 
@@ -97,3 +117,4 @@ def alias(
 
 app.command()(size)
 app.command()(quantize)
+app.command("eval")(evaluate)

@@ -7,7 +7,7 @@ user's data directory. A key alone is never sent anywhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.stack.datadir import DataDir, InUseError, Lock
 from batchsvc.stack.launch import Launched, launch, wait_until_usable
 from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Role, StackOptions, read_state
+from engine.load.wheels import KNOWN_MODELS
 
 if TYPE_CHECKING:
     from batchsvc.cli.client import Client
@@ -73,10 +74,12 @@ def opened(
     purpose: str,
     model: str | None = None,
     needs_model: bool = False,
+    force_format: bool = False,
 ) -> Iterator[Session]:
     """A client of the target. With no stack running in a data directory, one with `roles` is started and stopped.
 
-    `needs_model`: that one registers `model`, or the default one, even without an engine.
+    `needs_model`: that one registers `model`, or the default one, even without an engine. `force_format`: its engine
+    serves formats that are over their limits.
     """
     from batchsvc.cli.client import Client
 
@@ -97,7 +100,14 @@ def opened(
                 joined.release()
                 continue
             try:
-                options = stack_options(directory, roles=roles, purpose=purpose, model=model, needs_model=needs_model)
+                options = stack_options(
+                    directory,
+                    roles=roles,
+                    purpose=purpose,
+                    model=model,
+                    needs_model=needs_model,
+                    force_format=force_format,
+                )
                 launched = launch(options, console.say)
             except InUseError:  # another command was faster
                 continue
@@ -142,9 +152,11 @@ def stack_options(
     roles: tuple[Role, ...],
     purpose: str,
     model: str | None,
+    more_models: Sequence[str] = (),
     host: str | None = None,
     port: int | None = None,
     needs_model: bool = False,
+    force_format: bool = False,
 ) -> StackOptions:
     """Options of a start, with what the environment says where no flag does."""
     if port is None and (text := os.environ.get("BATCHSVC_PORT")):
@@ -156,9 +168,11 @@ def stack_options(
         host=host or os.environ.get("BATCHSVC_HOST") or DEFAULT_HOST,
         port=port,
         model=_served_model(directory, model or os.environ.get("BATCHSVC_MODEL") or DEFAULT_MODEL),
+        more_models=tuple(_served_model(directory, name) for name in more_models),
         purpose=purpose,
         roles=roles,
         needs_model=needs_model,
+        force_format=force_format,
     )
 
 
@@ -170,7 +184,7 @@ def absolute_model(name: str) -> str:
 
 def names_itself(spelled: str) -> bool:
     """Whether a model can be found by this spelling alone, without the registry."""
-    return spelled == DEFAULT_MODEL or spelled.startswith("hf:") or Path(spelled).exists()
+    return spelled in KNOWN_MODELS or spelled.startswith("hf:") or Path(spelled).exists()
 
 
 def _served_model(directory: DataDir, name: str) -> str:

@@ -17,6 +17,7 @@ from batchsvc.db.migrate import upgrade
 from batchsvc.db.session import Database
 from batchsvc.errors import AuthenticationError, UnavailableError
 from batchsvc.stack.datadir import DataDir
+from engine.load.wheels import Accept
 
 PROJECT = "default"
 
@@ -53,14 +54,15 @@ class FoundModel:
         return {"name": name, **found}
 
 
-def located(model: str, say: Callable[[str], None]) -> FoundModel:
-    """Find a model, or pull it. Raises UnavailableError in one sentence."""
+def located(model: str, say: Callable[[str], None], accept: Accept | None = None) -> FoundModel:
+    """Find a model, or pull it; `accept` is asked where a licence binds its users. Raises UnavailableError in one
+    sentence."""
     from engine.errors import EngineError
     from engine.load.fetch import KNOWN_MODELS, locate
     from engine.load.meta import read_meta
 
     try:
-        path = locate(model, say=say)
+        path = locate(model, say=say, accept=accept)
         meta = read_meta(path)
     except EngineError as error:
         raise UnavailableError(str(error)) from error

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.nn.functional import linear as _linear
-from torch.nn.functional import scaled_dot_product_attention, silu
 
+from engine.kernels import scaled_cache
 from engine.kernels.spans import SequenceSpan
 
 BUCKET_WASTE = 1.125
@@ -57,10 +58,10 @@ def unpacked(masks: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, width - flat.shape[1]))
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * mlp] -> silu(gate) * up [T, mlp]."""
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2 * mlp] -> silu(gate) * up, or gelu(gate) * up [T, mlp]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,44 +94,60 @@ class AttentionPlan:
     scratch: dict[str, Tensor] = field(default_factory=dict)
 
 
-def plan_attention(spans: list[SequenceSpan], block_tokens: int, slot_bytes: int) -> AttentionPlan:
-    """Gathers and masks for one step. `slot_bytes` are the bytes of one cache row of keys."""
+def plan_attention(spans: list[SequenceSpan], block_tokens: int, slot_bytes: int, window: int = 0) -> AttentionPlan:
+    """Gathers and masks for one step, of layers whose rows look back `window` tokens (0: all). `slot_bytes` are the
+    bytes of one cache row of keys."""
     plan = AttentionPlan([], sum(span.num_rows for span in spans))
-    single = sorted((span for span in spans if span.num_rows == 1), key=lambda span: span.length)
+    seen = [_Seen.of(span, window) for span in spans]
+    single = sorted((one for one in seen if one.span.num_rows == 1), key=lambda one: one.count)
     most_slots = max(BUCKET_BYTES // slot_bytes, 1)
-    bucket: list[SequenceSpan] = []
-    for span in single:
-        is_full = bucket and (len(bucket) + 1) * span.length > most_slots
-        if bucket and (is_full or span.length > bucket[0].length * BUCKET_WASTE):
+    bucket: list[_Seen] = []
+    for one in single:
+        is_full = bucket and (len(bucket) + 1) * one.count > most_slots
+        if bucket and (is_full or one.count > bucket[0].count * BUCKET_WASTE):
             plan.gathers.append(_single_rows(bucket, block_tokens))
             bucket = []
-        bucket.append(span)
+        bucket.append(one)
     if bucket:
         plan.gathers.append(_single_rows(bucket, block_tokens))
-    plan.gathers += [_chunk(span, block_tokens) for span in spans if span.num_rows > 1]
+    plan.gathers += [_chunk(one, window, block_tokens) for one in seen if one.span.num_rows > 1]
     return plan
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
-    """Causal attention of q [T, heads, dim] over the caches [slots, kv_heads, dim] -> [T, heads * dim] like q."""
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scaled: torch.dtype | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of q [T, heads, dim] over the caches [slots, kv_heads, dim] -> [T, heads * dim] of their type.
+
+    `scale` multiplies the scores (default: 1 over the root of dim).
+    `scaled`: the caches are bytes of numbers of that type and their scales (scaled_cache.py), read as float32."""
     num_rows, num_heads, dim = q.shape
-    out = torch.empty(num_rows, num_heads, dim, dtype=k_cache.dtype)
-    q = q.to(k_cache.dtype)
+    dtype = k_cache.dtype if scaled is None else torch.float32
+    out = torch.empty(num_rows, num_heads, dim, dtype=dtype)
+    q = q.to(dtype)
     for gather in plan.gathers:
         queries = q.index_select(0, gather.rows).view(gather.batch, -1, num_heads, dim).transpose(1, 2)
-        keys = _gathered("k", k_cache, gather, plan)
-        values = _gathered("v", v_cache, gather, plan)
+        keys = _gathered("k", k_cache, gather, plan, scaled)
+        values = _gathered("v", v_cache, gather, plan, scaled)
         mask = None if gather.mask is None else gather.mask.to(q.dtype)
         answer = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         out.index_copy_(0, gather.rows, answer.transpose(1, 2).reshape(-1, num_heads, dim))
     return out.view(num_rows, -1)
 
 
-def _gathered(name: str, cache: Tensor, gather: _Gather, plan: AttentionPlan) -> Tensor:
-    """Cache rows of a gather as [B, kv_heads, L, dim], in the plan's scratch memory."""
+def _gathered(name: str, cache: Tensor, gather: _Gather, plan: AttentionPlan, scaled: torch.dtype | None) -> Tensor:
+    """Cache rows of a gather as [B, kv_heads, L, dim], in the plan's scratch memory unless they have scales."""
     size, (_, kv_heads, dim) = len(gather.slots), cache.shape
+    if scaled is not None:
+        read = scaled_cache.read(cache.index_select(0, gather.slots), scaled)
+        return read.unflatten(0, (gather.batch, -1)).transpose(1, 2)
     scratch = plan.scratch.get(name)
     if scratch is None or len(scratch) < size:
         largest = max(len(other.slots) for other in plan.gathers)
@@ -140,29 +157,47 @@ def _gathered(name: str, cache: Tensor, gather: _Gather, plan: AttentionPlan) ->
     return rows.view(gather.batch, -1, kv_heads, dim).transpose(1, 2)
 
 
-def _slots(span: SequenceSpan, block_tokens: int) -> Tensor:
-    """Cache rows of positions [0, length)."""
-    needed = -(-span.length // block_tokens)
-    blocks = torch.tensor(span.block_ids[:needed], dtype=torch.int64)
-    return (blocks[:, None] * block_tokens + torch.arange(block_tokens)).view(-1)[: span.length]
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The positions [first, span.length) that some row of a span sees."""
+
+    span: SequenceSpan
+    first: int
+
+    @classmethod
+    def of(cls, span: SequenceSpan, window: int) -> _Seen:
+        return cls(span, max(0, span.start + 1 - window) if window else 0)
+
+    @property
+    def count(self) -> int:
+        return self.span.length - self.first
+
+    def slots(self, block_tokens: int) -> Tensor:
+        """Their cache rows."""
+        begin = self.first // block_tokens
+        blocks = torch.tensor(self.span.block_ids[begin : -(-self.span.length // block_tokens)], dtype=torch.int64)
+        rows = (blocks[:, None] * block_tokens + torch.arange(block_tokens)).view(-1)
+        return rows[self.first - begin * block_tokens :][: self.count]
 
 
-def _single_rows(bucket: list[SequenceSpan], block_tokens: int) -> _Gather:
-    longest = max(span.length for span in bucket)
+def _single_rows(bucket: list[_Seen], block_tokens: int) -> _Gather:
+    longest = max(one.count for one in bucket)
     slots = torch.empty(len(bucket), longest, dtype=torch.int64)
-    for row, span in zip(slots, bucket, strict=True):
-        row[: span.length] = _slots(span, block_tokens)
-        row[span.length :] = row[0]
-    lengths = torch.tensor([span.length for span in bucket])
-    is_past_end = torch.arange(longest)[None, :] >= lengths[:, None]
+    for row, one in zip(slots, bucket, strict=True):
+        row[: one.count] = one.slots(block_tokens)
+        row[one.count :] = row[0]
+    counts = torch.tensor([one.count for one in bucket])
+    is_past_end = torch.arange(longest)[None, :] >= counts[:, None]
     mask = torch.zeros(len(bucket), 1, 1, longest).masked_fill_(is_past_end[:, None, None, :], float("-inf"))
-    return _Gather(torch.tensor([span.row for span in bucket]), slots.view(-1), mask, len(bucket))
+    return _Gather(torch.tensor([one.span.row for one in bucket]), slots.view(-1), mask, len(bucket))
 
 
-def _chunk(span: SequenceSpan, block_tokens: int) -> _Gather:
+def _chunk(one: _Seen, window: int, block_tokens: int) -> _Gather:
+    span = one.span
     rows = torch.arange(span.row, span.row + span.num_rows)
     mask = None
-    if span.start > 0:
-        is_future = torch.arange(span.length)[None, :] > torch.arange(span.start, span.length)[:, None]
-        mask = torch.zeros(1, 1, span.num_rows, span.length).masked_fill_(is_future, float("-inf"))
-    return _Gather(rows, _slots(span, block_tokens), mask, 1)
+    if span.start > 0 or (window and span.num_rows > window):
+        keys, at = torch.arange(one.first, span.length)[None, :], torch.arange(span.start, span.length)[:, None]
+        is_hidden = (keys > at) | (keys <= at - window) if window else keys > at
+        mask = torch.zeros(1, 1, span.num_rows, one.count).masked_fill_(is_hidden, float("-inf"))
+    return _Gather(rows, one.slots(block_tokens), mask, 1)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.load.fields import Fields
+from engine.load.families import fields_of_config, fields_of_gguf
 from engine.load.pooling import directory_pooling, gguf_pooling, pooling_files
 from engine.request import Pooling
 
-FAMILIES = ("llama",)
-"""Model families the decoder runs, as `model_type` of config.json and `general.architecture` of GGUF spell them."""
-
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TURN_ENDS = {"gemma3": "<end_of_turn>"}
+"""What ends an answer too, though converters don't write it down."""
+
 _MAX_JSON_BYTES = 256 << 20
 
 
@@ -97,22 +97,17 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def check_family(family: object, path: Path) -> str:
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(f"{path} is a model of the family {family!r}; supported: {', '.join(FAMILIES)}.")
-    return family
-
-
 def _from_directory(path: Path) -> ModelMeta:
     config = read_json(path / "config.json")
-    family = check_family(config.get("model_type"), path)
+    family, source = fields_of_config(config, path)
     weights = weight_files(path)
     tokens = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     ids = _TokenIds(path / "tokenizer.json")
     eos_token, bos_token = _token_text(tokens.get("eos_token")), _token_text(tokens.get("bos_token"))
-    eos_ids = {*_as_ids(config.get("eos_token_id")), *_as_ids(generation.get("eos_token_id")), *ids.of(eos_token)}
-    bos_ids = [*ids.of(bos_token), *_as_ids(config.get("bos_token_id"))]
+    said = [found.get("eos_token_id") for found in (config, source.values, generation)]
+    eos_ids = {*ids.of(eos_token), *(known for value in said for known in _as_ids(value))}
+    bos_ids = [*ids.of(bos_token), *_as_ids(source.values.get("bos_token_id"))]
     hashed = [path / name for name in _HASHED if (path / name).exists()] + weights
     parts = [f"{file.name}:{_sha256(file)}" for file in hashed]
     parts += [f"{file.relative_to(path)}:{_sha256(file)}" for file in pooling_files(path)]
@@ -121,15 +116,15 @@ def _from_directory(path: Path) -> ModelMeta:
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
         family=family,
         name=path.resolve().name,
-        context_tokens=_size(config, "max_position_embeddings", path),
-        vocab_size=_size(config, "vocab_size", path),
+        context_tokens=source.count("max_position_embeddings"),
+        vocab_size=source.count("vocab_size"),
         eos_ids=frozenset(eos_ids),
         bos_id=bos_ids[0] if bos_ids else None,
         bos_token=bos_token,
         eos_token=eos_token,
         chat_template=_directory_template(path, tokens),
         weight_bytes=sum(file.stat().st_size for file in weights),
-        hidden=_size(config, "hidden_size", path),
+        hidden=source.count("hidden_size"),
         pooling=directory_pooling(path),
     )
 
@@ -139,12 +134,14 @@ def _from_gguf(path: Path) -> ModelMeta:
 
     file = GGUFFile(path)
     fields = file.fields
-    family = check_family(fields.get("general.architecture"), path)
-    vocab = Fields(fields, path).texts("tokenizer.ggml.tokens")
+    family, source = fields_of_gguf(fields, path)
+    vocab = source.texts("tokenizer.ggml.tokens")
     if vocab is None:
         raise ModelError(f"{path} carries no tokenizer (tokenizer.ggml.tokens is missing).")
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos_ids = [i for i in _as_ids(ends) if i < len(vocab)]
+    if (turn_end := _TURN_ENDS.get(family)) in vocab:
+        eos_ids.append(vocab.index(turn_end))
     bos_id = next((i for i in _as_ids(fields.get("tokenizer.ggml.bos_token_id")) if i < len(vocab)), None)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -155,7 +152,7 @@ def _from_gguf(path: Path) -> ModelMeta:
         digest=_sha256(path),
         family=family,
         name=str(fields.get("general.name") or path.stem),
-        context_tokens=_size(fields, f"{family}.context_length", path),
+        context_tokens=source.count("context_length"),
         vocab_size=embedding.shape[0],
         eos_ids=frozenset(eos_ids),
         bos_id=bos_id,
@@ -178,13 +175,6 @@ def _sha256_of(path: Path, _size_bytes: int, _mtime_ns: int) -> str:
     """Remembered while size and time of the file stay, because large models take seconds to hash."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _size(fields: dict[str, Any], key: str, path: Path) -> int:
-    value = fields.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{path} doesn't give a usable {key} (found {value!r}).")
-    return value
 
 
 def _as_ids(value: object) -> list[int]:

@@ -10,8 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.load.kept import GroupScheme
 from engine.load.meta import weight_files
-from engine.load.names import from_hf, is_derived
+from engine.load.names import from_hf, is_beside_text, is_derived
+from engine.quant.fp8 import Fp8Weight
 from engine.quant.groups import GroupedWeight
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class SafetensorsSource:
     """`names` are parameter names; `load` reads one. Tensors whose names we don't know keep them, so that they show."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_post_norms: bool = False) -> None:
         self.path = path
         self._home: dict[str, tuple[Any, str]] = {}
         for file in weight_files(path):
@@ -30,9 +32,9 @@ class SafetensorsSource:
             except (SafetensorError, OSError, ValueError) as error:
                 raise ModelError(f"{file} is no usable safetensors file: {error}.") from error
             for key in keys:
-                if is_derived(key):
+                if is_derived(key) or is_beside_text(key):
                     continue
-                name = from_hf(key) or key
+                name = from_hf(key, has_post_norms=has_post_norms) or key
                 if name in self._home:
                     raise ModelError(f"{path} has the tensor {key} twice.")
                 self._home[name] = (opened, key)
@@ -45,7 +47,18 @@ class SafetensorsSource:
         """The tensor in its stored floating-point type. Raises ModelError for another type."""
         return self.tensor(name, FLOATS)
 
+    is_fp8 = False
+
     def grouped(self, name: str) -> GroupedWeight | None:
+        return None
+
+    def fp8(self, name: str) -> Fp8Weight | None:
+        return None
+
+    def scheme(self, name: str) -> GroupScheme | None:
+        return None
+
+    def kind(self, name: str) -> str | None:
         return None
 
     def tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:

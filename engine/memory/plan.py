@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from engine.config import PLAIN_FORMATS, EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.memory.formats import KvFormat, kv_format, weight_format
 from engine.memory.sizing import block_bytes, weight_parts, workspace_bytes
 from engine.model.config import ModelConfig
+
+SMALL_STEP, FEW = 256, 16
+"""Tokens of a step and sequences at once that take little workspace, and cost little speed where memory is short."""
 
 KV_SHARE = 0.25
 """Share of the free memory that KV takes unless it is told: others on the machine need theirs."""
@@ -36,6 +37,8 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
     A container's cached file pages that were not used lately count as free: the system drops them on demand.
     """
+    import psutil  # here, as an engine on a GPU asks torch
+
     free: int = psutil.virtual_memory().available
     for folder, limit_name, used_name, cached_name in (
         (cgroup, "memory.max", "memory.current", "inactive_file"),
@@ -50,11 +53,21 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     return free
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> MemoryPlan:
-    """Decides the number of KV blocks. Raises ConfigError or ModelError when nothing useful fits."""
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    available: int,
+    weight_bytes: int | None = None,
+    kv_share: float = KV_SHARE,
+    place: str = "memory",
+) -> MemoryPlan:
+    """Decides the number of KV blocks. Raises ConfigError or ModelError when nothing useful fits. `weight_bytes` of the
+    weights, where a file tells them better than the format; `kv_share` of what is left beside weights and workspace is
+    for KV; `place` is what `available` bytes are free of."""
     kv = kv_format(config.kv_format)
     per_block = block_bytes(model, kv, config.block_tokens)
-    weights = _weight_bytes(model, config.weight_format)
+    weights = weight_bytes or _weight_bytes(model, config.weight_format)
     workspace = _workspace_bytes(config, model, kv)
     useful = config.max_running * -(-model.context_tokens // config.block_tokens)
     if config.num_blocks is not None:
@@ -64,13 +77,13 @@ def plan_memory(config: EngineConfig, model: ModelConfig, *, available: int) -> 
         if num_blocks < 2:
             raise ConfigError(f"kv_bytes is {config.kv_bytes}; two KV blocks of this model take {2 * per_block}.")
     else:
-        if available < _least_bytes(config, model, config.weight_format, kv):
+        if available < _least_bytes(config, model, weights, kv, kv_share):
             raise ModelError(
                 f"The model needs {_mib(weights)} for weights and {_mib(workspace)} for workspace, "
-                f"but only {_mib(available)} of memory is free; {_way_out(config, model, available)}."
+                f"but only {_mib(available)} of {place} is free; {_way_out(config, model, available, kv_share)}."
             )
         rest = available - weights - workspace
-        num_blocks, why = int(rest * KV_SHARE) // per_block, f"{KV_SHARE:.0%} of the {_mib(rest)} left beside them"
+        num_blocks, why = int(rest * kv_share) // per_block, f"{kv_share:.0%} of the {_mib(rest)} left beside them"
         if num_blocks > useful:
             num_blocks, why = useful, f"all that {config.max_running} sequences of full context can use"
     sentence = (
@@ -101,24 +114,30 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, kv: KvFormat) -> 
     )
 
 
-def _least_bytes(config: EngineConfig, model: ModelConfig, weights: str, kv: KvFormat) -> int:
-    """Of free memory, of which the share for KV holds two blocks."""
-    blocks = math.ceil(2 * block_bytes(model, kv, config.block_tokens) / KV_SHARE)
-    return _weight_bytes(model, weights) + _workspace_bytes(config, model, kv) + blocks
+def _least_bytes(config: EngineConfig, model: ModelConfig, weights: int, kv: KvFormat, kv_share: float) -> int:
+    """Of free memory, of which the share for KV holds two blocks, beside weights of so many bytes."""
+    blocks = math.ceil(2 * block_bytes(model, kv, config.block_tokens) / kv_share)
+    return weights + _workspace_bytes(config, model, kv) + blocks
 
 
-def _way_out(config: EngineConfig, model: ModelConfig, available: int) -> str:
-    """The formats that would fit, the least narrow first; else what the narrowest needs."""
-    needed = {
-        (weights, kv): _least_bytes(config, model, weights, kv_format(kv))
-        for weights in PLAIN_FORMATS
-        for kv in (config.kv_format, "int8")
-    }
-    weights, kv = max((pair for pair in needed if needed[pair] <= available), key=needed.__getitem__, default=("", ""))
-    if weights:
-        return f"{weights} weights with {kv} KV would fit, with {_mib(needed[weights, kv])}"
+def _way_out(config: EngineConfig, model: ModelConfig, available: int, kv_share: float) -> str:
+    """The formats that would fit, the least narrow first; else those that do with fewer and shorter steps; else what
+    the narrowest needs."""
+    small = replace(config, step_tokens=min(config.step_tokens, SMALL_STEP), max_running=min(config.max_running, FEW))
+    fewer = f" and {small.max_running} sequences at once in steps of {small.step_tokens} tokens"
+    for tried, more in ((config, ""), (small, fewer)):
+        needed = {
+            (weights, kv): _least_bytes(tried, model, _weight_bytes(model, weights), kv_format(kv), kv_share)
+            for weights in PLAIN_FORMATS
+            if weights != "fp8"  # takes no less than int8, and on a CPU more time
+            for kv in (config.kv_format, "int8")
+        }
+        fitting = [pair for pair in needed if needed[pair] <= available]
+        if fitting:
+            weights, kv = max(fitting, key=needed.__getitem__)
+            return f"{weights} weights with {kv} KV{more} would fit, with {_mib(needed[weights, kv])}"
     (weights, kv), least = min(needed.items(), key=lambda item: item[1])
-    return f"even {weights} weights with {kv} KV need {_mib(least)}"
+    return f"even {weights} weights with {kv} KV{fewer} need {_mib(least)}"
 
 
 def _mib(size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -73,10 +73,10 @@ def decoder_shape(
     has_mlp_bias: bool = False,
     has_qk_norm: bool = False,
     norms_per_layer: int = 2,
-    window: int = 0,
-    window_layers: int = 0,
+    windows: Sequence[int] = (),
 ) -> ModelShape:
-    """The shape of a decoder with grouped-query attention and a gated MLP, which all our families are."""
+    """The shape of a decoder with grouped-query attention and a gated MLP, which all our families are. `windows`:
+    tokens that each layer looks back, 0 for all."""
     query, kv = num_heads * head_dim, num_kv_heads * head_dim
     layer = [
         Matrix((query + 2 * kv) * hidden, hidden),
@@ -101,8 +101,8 @@ def decoder_shape(
         mlp=mlp,
         vocab_size=vocab_size,
         context_tokens=context_tokens,
-        window=window,
-        window_layers=window_layers,
+        window=max(windows, default=0),
+        window_layers=sum(map(bool, windows)),
     )
 
 

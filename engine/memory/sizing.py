@@ -76,7 +76,7 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
     """What the workload takes."""
     sequence = sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
     weights = weight_parts(shape, workload.weights)
-    attended = sequence_parts(shape, workload.kv, workload.context_tokens, 1)  # a block is read as far as it is full
+    attended = attended_parts(shape, workload.kv, workload.context_tokens)
     looked_up = 0 if shape.is_tied or workload.weights.is_stored else shape.embedding * workload.weights.plain_bytes
     return Demand(
         weights=weights,
@@ -115,11 +115,17 @@ def block_bytes(shape: KvShape, kv: KvFormat, block_tokens: int) -> int:
 
 
 def sequence_parts(shape: ModelShape, kv: KvFormat, context_tokens: int, block_tokens: int) -> Parts:
-    """Of the KV of one sequence in whole blocks. Layers with a window keep only the blocks that it can touch."""
+    """Of the KV of one sequence in whole blocks. Layers with a window keep the whole context too, as in the engine's
+    pool, where a block is of all layers."""
     blocks = -(-context_tokens // block_tokens)
-    in_window = min(blocks, -(-(shape.window - 1) // block_tokens) + 1) if shape.window_layers else 0
-    layer_blocks = (shape.num_layers - shape.window_layers) * blocks + shape.window_layers * in_window
-    return _slot_parts(shape, kv).times(layer_blocks * block_tokens)
+    return _slot_parts(shape, kv).times(shape.num_layers * blocks * block_tokens)
+
+
+def attended_parts(shape: ModelShape, kv: KvFormat, context_tokens: int) -> Parts:
+    """Of the KV of one sequence that its next token reads: layers with a window end there."""
+    whole_layers = shape.num_layers - shape.window_layers
+    in_windows = shape.window_layers * min(context_tokens, shape.window)
+    return _slot_parts(shape, kv).times(whole_layers * context_tokens + in_windows)
 
 
 def workspace_bytes(shape: ModelShape, kv: KvFormat, *, step_tokens: int, max_running: int, context_tokens: int) -> int:

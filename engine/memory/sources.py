@@ -15,17 +15,20 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError
+from engine.load.families import (
+    MOST_LAYERS,
+    biases_of,
+    fields_of_config,
+    fields_of_gguf,
+    gguf_windows,
+    is_tied,
+    windows_of,
+)
 from engine.load.fields import Fields
 from engine.load.gguf import GGUFFile, TensorInfo
 from engine.load.meta import read_json, weight_files
 from engine.load.names import is_derived
 from engine.memory.shape import Matrix, ModelShape, decoder_shape, together
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
-"""`model_type` of a config.json that we can count; "gemma3" counts its text model alone."""
-
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
-"""`general.architecture` likewise; GGUF files of Mistral say "llama"."""
 
 TEXTBOOKS = {
     "llama-70b": ModelShape(
@@ -47,28 +50,7 @@ TEXTBOOKS = {
 }
 """Shapes as textbooks give them: a round number of parameters, all in matrices of the format asked for."""
 
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072},
-    "qwen3": {"head_dim": 128},
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-    },
-}
-"""What a config.json may leave out: what transformers then takes."""
-
-_MOST_LAYERS = 10_000
 _MOST_HEADS = 1 << 16
-_WINDOW = 4096  # where a config.json leaves it out
-_GEMMA_PATTERN = 6  # of so many layers, the last sees the whole context
-_WINDOWED = "sliding_attention"
-_WHOLE = "full_attention"
 
 
 def read_shape(model: str | Path) -> ModelShape:
@@ -87,22 +69,11 @@ def read_shape(model: str | Path) -> ModelShape:
 
 def shape_of_config(values: Mapping[str, Any], path: Path, stored_bytes: int | None = None) -> ModelShape:
     """From the fields of a config.json. Raises ModelError that names the field."""
-    family = Fields(values, path).text("model_type", default="")
-    if family not in FAMILIES:
-        raise ModelError(f"{path} has the model_type {family[:40]!r}; those we can count are {', '.join(FAMILIES)}.")
-    if family == "gemma3":
-        outer, values = values, values.get("text_config") or {}
-        if not isinstance(values, dict):
-            raise ModelError(f"{path} doesn't give a usable text_config.")
-        values, family = {"tie_word_embeddings": outer.get("tie_word_embeddings"), **values}, "gemma3_text"
-    given = {key: value for key, value in values.items() if value is not None or key == "sliding_window"}
-    source = Fields({**_DEFAULTS.get(family, {}), **given}, path)
-    layers = source.count("num_hidden_layers", most=_MOST_LAYERS)
+    family, source = fields_of_config(values, path)
+    layers = source.count("num_hidden_layers", most=MOST_LAYERS)
     heads, hidden = source.count("num_attention_heads", most=_MOST_HEADS), source.count("hidden_size")
     kv_heads = source.count("num_key_value_heads", default=heads, most=_MOST_HEADS)
-    has_bias = family not in ("mistral", "qwen2") and source.flag("attention_bias")
-    window = _window(source, family)
-    is_gemma = family == "gemma3_text"
+    biases, windows = biases_of(source, family), windows_of(source, family, layers)
     shape = decoder_shape(
         family=family,
         vocab_size=source.count("vocab_size"),
@@ -113,34 +84,29 @@ def shape_of_config(values: Mapping[str, Any], path: Path, stored_bytes: int | N
         num_kv_heads=kv_heads,
         head_dim=source.count("head_dim", default=hidden // heads, most=_MOST_HEADS),
         context_tokens=source.count("max_position_embeddings"),
-        is_tied=source.flag("tie_word_embeddings", default=is_gemma),
-        has_qkv_bias=has_bias or family == "qwen2",
-        has_out_bias=has_bias,
-        has_mlp_bias=family == "llama" and source.flag("mlp_bias"),
+        is_tied=is_tied(source, family),
+        has_qkv_bias=biases.qkv,
+        has_out_bias=biases.out,
+        has_mlp_bias=biases.mlp,
         has_qk_norm=family in ("qwen3", "gemma3_text"),
-        norms_per_layer=4 if is_gemma else 2,
-        window=window,
-        window_layers=_window_layers(source, family, layers) if window else 0,
+        norms_per_layer=4 if family == "gemma3_text" else 2,
+        windows=windows,
     )
     return _checked(replace(shape, stored_bytes=stored_bytes), path)
 
 
 def shape_of_gguf(file: GGUFFile) -> ModelShape:
     """From a GGUF file's metadata and its table of tensors. Raises ModelError that names the field or the tensor."""
-    named = Fields(file.fields, file.path).text("general.architecture", default="")
-    if named not in GGUF_FAMILIES:
-        known = ", ".join(GGUF_FAMILIES)
-        raise ModelError(f"{file.path} has the general.architecture {named[:40]!r}; those we can count are {known}.")
-    source = Fields({key.removeprefix(f"{named}."): value for key, value in file.fields.items()}, file.path)
+    family, source = fields_of_gguf(file.fields, file.path)
     experts = source.values.get("expert_count", 0)
     if not isinstance(experts, int) or experts:
         raise ModelError(f"{file.path} is a mixture of experts, which we can't count.")
     tensors = {name: info for name, info in file.tensors.items() if not is_derived(name)}
     vocab_size, hidden = _two(tensors, "token_embd.weight", file.path)
-    is_tied = "output.weight" not in tensors
-    if not is_tied:
+    has_head = "output.weight" in tensors
+    if has_head:
         _expect(tensors, "output.weight", (vocab_size, hidden), file.path)
-    layers = source.count("block_count", most=_MOST_LAYERS)
+    layers = source.count("block_count", most=MOST_LAYERS)
     heads = source.count("attention.head_count", most=_MOST_HEADS)
     head_dim = source.count("attention.key_length", default=hidden // heads, most=_MOST_HEADS)
     kv_heads = _even(source, "attention.head_count_kv", heads)
@@ -153,15 +119,15 @@ def shape_of_gguf(file: GGUFFile) -> ModelShape:
             vectors += info.shape[0]
         elif name not in ("token_embd.weight", "output.weight"):
             matrices.append(Matrix(math.prod(info.shape), info.shape[-1]))
-    window = source.count("attention.sliding_window") if named == "gemma3" else 0
+    windows = gguf_windows(source, family, layers)
     return _checked(
         ModelShape(
-            family=named,
+            family=family,
             matrices=together(matrices),
             vectors=vectors,
             embedding=vocab_size * hidden,
             head=Matrix(vocab_size * hidden, hidden),
-            is_tied=is_tied,
+            is_tied=not has_head,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -170,8 +136,8 @@ def shape_of_gguf(file: GGUFFile) -> ModelShape:
             mlp=source.count("feed_forward_length"),
             vocab_size=vocab_size,
             context_tokens=source.count("context_length"),
-            window=window,
-            window_layers=layers - layers // _GEMMA_PATTERN if window else 0,
+            window=max(windows),
+            window_layers=sum(map(bool, windows)),
             stored_bytes=sum(info.num_bytes for info in tensors.values()),
         ),
         file.path,
@@ -194,37 +160,6 @@ def _expect(tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, int]
         raise ModelError(
             f"{path}: tensor {name} has the shape {list(tensors[name].shape)}, but the metadata say {list(shape)}."
         )
-
-
-def _window(source: Fields, family: str) -> int:
-    """Tokens that a layer with a window looks back; 0 where no layer has one."""
-    if source.values.get("sliding_window", 0) is None or family == "llama":
-        return 0
-    if family in ("qwen2", "qwen3") and not source.flag("use_sliding_window"):
-        return 0
-    return source.count("sliding_window", default=_WINDOW)
-
-
-def _window_layers(source: Fields, family: str, layers: int) -> int:
-    """How many layers have the window."""
-    if family == "mistral":
-        return layers
-    types = source.values.get("layer_types")
-    if types is not None:
-        if (
-            not isinstance(types, list)
-            or len(types) != layers
-            or any(kind not in (_WINDOWED, _WHOLE) for kind in types)
-        ):
-            raise ModelError(
-                f"{source.path} doesn't give a usable layer_types: {_WINDOWED} or {_WHOLE} is expected "
-                f"for each of {layers} layers."
-            )
-        return types.count(_WINDOWED)
-    if family == "gemma3_text":
-        pattern = source.count("sliding_window_pattern", default=_GEMMA_PATTERN)
-        return layers - layers // pattern
-    return max(0, layers - source.count("max_window_layers", default=28))
 
 
 def _even(source: Fields, key: str, default: int) -> int:

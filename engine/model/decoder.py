@@ -1,4 +1,4 @@
-"""The Llama decoder: one forward pass over the rows of a step. Differences between models are config fields.
+"""The decoder of all families: one forward pass over the rows of a step. Models differ in fields of their config.
 
 The residual stream stays float32; what the other tensors are is the business of the kernels.
 """
@@ -11,28 +11,27 @@ from engine.batch import StepInputs
 from engine.cache.pool import KVPool
 from engine.kernels import Kernels, Matrix, Rows
 from engine.model.config import ModelConfig
-from engine.model.layers import Layer, Weights
-from engine.model.rope import angles, frequencies
+from engine.model.layers import Layer, Weights, on_device
+from engine.model.rope import Angles, Rope
+
+
+def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
+    """The residual stream before the first layer, float32 [T, hidden]."""
+    return embedding.index_select(0, token_ids).float().mul_(config.embedding_scale)
 
 
 def run_layer(
-    op: Kernels,
-    layer: Layer,
-    cache: tuple[Tensor, Tensor],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    inputs: StepInputs,
-    eps: float,
+    op: Kernels, layer: Layer, cache: tuple[Tensor, Tensor], x: Tensor, angles: Angles, inputs: StepInputs, eps: float
 ) -> None:
     """Takes x [T, hidden] through one layer, verb by verb, and writes the KV of its rows into the layer's `cache`."""
     k_cache, v_cache = cache
+    cos, sin = angles.of(layer.window)
     qkv = op.linear(op.norm(x, layer.attention_norm, eps), layer.qkv)
-    q = op.store_qkv(qkv, cos, sin, k_cache, v_cache, inputs.slots)
-    mixed = op.attend(q, k_cache, v_cache, inputs.attention)
-    op.linear_add(op.pack_rows(mixed), layer.out, x)
-    gated = op.linear_silu(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
-    op.linear_add(gated, layer.down, x)
+    q = op.store_qkv(qkv, cos, sin, k_cache, v_cache, inputs.slots, layer.qk_norm)
+    mixed = op.attend(q, k_cache, v_cache, inputs.attention, layer.window)
+    op.linear_add(op.pack_rows(mixed), layer.out, x, layer.attention_post_norm)
+    gated = op.linear_gated(op.norm(x, layer.mlp_norm, eps), layer.gate_up)
+    op.linear_add(gated, layer.down, x, layer.mlp_post_norm)
 
 
 class Decoder:
@@ -40,24 +39,26 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         self.config = config
-        self._weights = weights
+        self._weights = on_device(weights, kernels.device)
         self._kernels = kernels
-        self._freqs = frequencies(config)
+        self._rope = Rope(config, kernels.device)
 
     def forward(self, inputs: StepInputs, pool: KVPool) -> Tensor:
         """Runs all layers on the step's T rows -> float32 [T, hidden] before the last norm."""
         op, eps = self._kernels, self.config.norm_eps
-        x = self._weights.embedding.index_select(0, inputs.token_ids).float()
-        cos, sin = angles(inputs.positions, self._freqs)
-        if op.run_layers(self._weights.layers, pool.layer, x, cos, sin, inputs.slots, inputs.attention, eps):
+        x = embed(self.config, self._weights.embedding, inputs.token_ids)
+        angles = self._rope.angles(inputs.positions)
+        if op.run_layers(self._weights.layers, pool.layer, x, angles, inputs.slots, inputs.attention, eps):
             return x
         for index, layer in enumerate(self._weights.layers):
-            run_layer(op, layer, pool.layer(index), x, cos, sin, inputs, eps)
+            run_layer(op, layer, pool.layer(index), x, angles, inputs, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
-        return self._kernels.logits(self._kernels.linear(self._head_rows(hidden), self._weights.head))
+        logits = self._kernels.logits(self._kernels.linear(self._head_rows(hidden), self._weights.head))
+        cap = self.config.logit_softcap
+        return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
     def best(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
         """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite.

@@ -17,9 +17,9 @@ from engine.cache.pool import KVPool
 from engine.kernels.torch_tier import TorchKernels
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
-from engine.model.decoder import run_layer
+from engine.model.decoder import embed, run_layer
 from engine.model.layers import Layer
-from engine.model.rope import angles, frequencies
+from engine.model.rope import Angles, Rope
 from engine.request import SamplingParams
 from engine.sched.plan import Chunk
 
@@ -80,8 +80,7 @@ class LayerMoments:
 class _Batch:
     inputs: StepInputs
     x: Tensor
-    cos: Tensor
-    sin: Tensor
+    angles: Angles
 
 
 class Walk:
@@ -96,7 +95,7 @@ class Walk:
     ) -> None:
         self._kernels = kernels
         self._eps = config.norm_eps
-        freqs = frequencies(config)
+        rope = Rope(config)
         groups = _grouped(sequences)
         blocks = max(sum(-(-len(ids) // _BLOCK_TOKENS) for ids in group) for group in groups)
         self._pool = KVPool(
@@ -106,12 +105,11 @@ class Walk:
             num_blocks=blocks,
             layout=self._kernels.layout,
         )
-        self._batches = [self._batch(group, embedding, freqs) for group in groups]
+        self._batches = [self._batch(group, config, embedding, rope) for group in groups]
 
-    def _batch(self, group: Sequence[Sequence[int]], embedding: Tensor, freqs: Tensor) -> _Batch:
-        inputs = build_inputs(_chunks(group), self._kernels, _BLOCK_TOKENS, {})
-        cos, sin = angles(inputs.positions, freqs)
-        return _Batch(inputs, embedding.index_select(0, inputs.token_ids).float(), cos, sin)
+    def _batch(self, group: Sequence[Sequence[int]], config: ModelConfig, embedding: Tensor, rope: Rope) -> _Batch:
+        inputs = build_inputs(_chunks(group), self._kernels, _BLOCK_TOKENS)
+        return _Batch(inputs, embed(config, embedding, inputs.token_ids), rope.angles(inputs.positions))
 
     def listen(self, layer: Layer) -> LayerMoments:
         """What the matrices of `layer` read; the states stay where they are."""
@@ -133,7 +131,7 @@ class Walk:
         return torch.cat([batch.x for batch in self._batches])
 
     def _run(self, layer: Layer, batch: _Batch, x: Tensor) -> None:
-        run_layer(self._kernels, layer, self._pool.layer(0), x, batch.cos, batch.sin, batch.inputs, self._eps)
+        run_layer(self._kernels, layer, self._pool.layer(0), x, batch.angles, batch.inputs, self._eps)
 
 
 def _grouped(sequences: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

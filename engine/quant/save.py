@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import ConfigError, ModelError
+from engine.load.families import norm_shift
+from engine.load.hf_config import config_json
 from engine.load.meta import ModelMeta, read_json
 from engine.load.names import to_hf
+from engine.load.origin import FILE as ORIGIN
 from engine.load.pooling import pooling_files
-from engine.model.config import ModelConfig, RopeScaling
+from engine.model.config import ModelConfig
+from engine.quant.fp8 import Fp8Weight
 from engine.quant.groups import GroupedWeight, Scheme
-from engine.quant.layouts import LAYOUTS, Layout
-from engine.quant.recipe import Parameter
+from engine.quant.layouts import FP8_CONFIG, LAYOUTS, Layout
+from engine.quant.recipe import Parameter, QuantizedWeight
 from engine.text import load_text
 
 SHARD_BYTES = 2 << 30
@@ -38,9 +42,18 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def save(
-    target: Path, meta: ModelMeta, model: ModelConfig, scheme: Scheme, layout: str, parameters: Iterable[Parameter]
+    target: Path,
+    meta: ModelMeta,
+    model: ModelConfig,
+    scheme: Scheme,
+    layout: str,
+    parameters: Iterable[Parameter],
+    origin: Mapping[str, Any],
 ) -> None:
-    """Writes the model to `target`, which must not exist. Raises ModelError or ConfigError; nothing is left then."""
+    """Writes the model to `target`, which must not exist, and beside it what it was made from (load/origin.py).
+
+    Raises ModelError or ConfigError; nothing is left then.
+    """
     if target.exists():
         raise ConfigError(f"{target} exists already; name another place, or remove it.")
     folder: Path | None = None
@@ -51,9 +64,10 @@ def save(
         scratch.mkdir()
         config = _config(meta, model)
         config["torch_dtype"] = _NAMES[scheme.scale_dtype]
-        config["quantization_config"] = LAYOUTS[layout].config(scheme)
-        _write_weights(scratch, LAYOUTS[layout], scheme.scale_dtype, parameters)
+        config["quantization_config"] = FP8_CONFIG if scheme.is_float else LAYOUTS[layout].config(scheme)
+        _write_weights(scratch, LAYOUTS[layout], scheme.scale_dtype, _as_named(model, parameters))
         _write_json(scratch / "config.json", config)
+        _write_json(scratch / ORIGIN, origin)
         _write_text_side(scratch, meta)
         scratch.replace(target)
     except OSError as error:
@@ -61,6 +75,14 @@ def save(
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as_named(model: ModelConfig, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """The parameters as Hugging Face calls them, and norms as its files keep them."""
+    shift = norm_shift(model.family)
+    for name, value in parameters:
+        stored = value - shift if isinstance(value, Tensor) and name.endswith("norm.weight") else value
+        yield to_hf(name, has_post_norms=model.has_post_norms), stored
 
 
 def _write_weights(directory: Path, layout: Layout, dtype: torch.dtype, parameters: Iterable[Parameter]) -> None:
@@ -96,8 +118,9 @@ def _write_weights(directory: Path, layout: Layout, dtype: torch.dtype, paramete
     )
 
 
-def _tensors(name: str, value: Tensor | GroupedWeight, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
-    key = to_hf(name)
+def _tensors(key: str, value: Tensor | QuantizedWeight, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    if isinstance(value, Fp8Weight):
+        return {key: value.values.contiguous(), f"{key}_scale": value.scale.to(dtype).contiguous()}
     if isinstance(value, GroupedWeight):
         module = key.removesuffix(".weight")
         return {f"{module}.{part}": tensor.contiguous() for part, tensor in layout.write(value, dtype).items()}
@@ -112,36 +135,7 @@ def _config(meta: ModelMeta, model: ModelConfig) -> dict[str, Any]:
     if meta.path.is_dir():
         config = read_json(meta.path / "config.json")
         return {name: value for name, value in config.items() if name not in ("quantization_config", "dtype")}
-    if model.has_qkv_bias != model.has_out_bias:
-        raise ModelError(f"{meta.path} has biases in some projections of attention only, which config.json can't say.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.mlp,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _rope_scaling(model.rope_scaling, meta),
-        "max_position_embeddings": model.context_tokens,
-        "tie_word_embeddings": model.is_tied,
-        "attention_bias": model.has_qkv_bias,
-        "mlp_bias": model.has_mlp_bias,
-        **_token_ids(meta),
-    }
-
-
-def _rope_scaling(scaling: RopeScaling | None, meta: ModelMeta) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    raise ModelError(f"{meta.path} scales its rotary positions by a table, which config.json can't say.")
+    return config_json(model, meta.path) | _token_ids(meta)
 
 
 def _token_ids(meta: ModelMeta) -> dict[str, Any]:
@@ -165,5 +159,5 @@ def _write_text_side(directory: Path, meta: ModelMeta) -> None:
     _write_json(directory / "generation_config.json", _token_ids(meta))
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,19 +1,34 @@
-"""Everything about a model that deals with text, loaded without torch: metadata, tokenizer, chat template."""
+"""Everything about a model that deals with text, loaded without torch: metadata, tokenizer, chat template.
+
+The libraries behind tokenizers and templates are loaded with the first model (PEP 562): an engine that is given token
+ids needs neither.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestError
 from engine.load.meta import ModelMeta, read_meta
-from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer
-from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.text.chat import ChatTemplate
+    from engine.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "Detokenizer", "TextModel", "Tokenizer", "load_text"]
+
+_HOME = {"ChatTemplate": "engine.text.chat", "Tokenizer": "engine.text.tokenizer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine.text' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,9 @@ class TextModel:
 
 def load_text(path: str | Path) -> TextModel:
     """Loads the text side of the model at `path`. Raises ModelError in one sentence."""
+    from engine.text.chat import ChatTemplate
+    from engine.text.tokenizer import Tokenizer
+
     meta = read_meta(path)
     if meta.path.is_dir():
         tokenizer = Tokenizer.from_json(meta.path / "tokenizer.json")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+from typing import TYPE_CHECKING
 
-from engine.text.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

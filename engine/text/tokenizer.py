@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from engine.errors import ModelError
 from engine.load.fields import Fields
+from engine.text import spm
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -58,34 +59,17 @@ class Tokenizer:
         """Builds the tokenizer that a GGUF file describes. Raises ModelError for a kind we don't know."""
         source = Fields(fields, path)
         kind = source.text("tokenizer.ggml.model", default="")
-        pre = source.text("tokenizer.ggml.pre", default="")
-        if kind != "gpt2":
-            raise ModelError(
-                f"{path} has a tokenizer of the kind {kind!r}; only 'gpt2' (byte-level BPE) is supported in GGUF."
-            )
-        if pre not in _PRE_TOKENIZERS:
-            known = ", ".join(_PRE_TOKENIZERS)
-            raise ModelError(f"{path} names the pre-tokenizer {pre!r}, which we don't know; known: {known}.")
-        tokens, merges = source.texts("tokenizer.ggml.tokens"), source.texts("tokenizer.ggml.merges")
-        if tokens is None or merges is None:
-            raise ModelError(f"{path} carries no complete tokenizer (tokens or merges are missing).")
+        if kind not in _GGUF_KINDS:
+            known = ", ".join(_GGUF_KINDS)
+            raise ModelError(f"{path} has a tokenizer of the kind {kind!r}; supported in GGUF are {known}.")
+        tokens = source.texts("tokenizer.ggml.tokens")
+        if tokens is None:
+            raise ModelError(f"{path} carries no complete tokenizer (tokens are missing).")
         given = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
         kinds = [int(kind) for kind in given if isinstance(kind, int | np.integer)] if np.iterable(given) else []
         if len(kinds) != len(tokens):
             raise ModelError(f"{path} has {len(tokens)} tokens but {len(kinds)} token types.")
-        vocab = {token: i for i, token in enumerate(tokens)}
-        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-        is_broken = any(" " not in merge or merge.replace(" ", "", 1) not in vocab for merge in merges)
-        if is_broken or len(vocab) != len(tokens):
-            raise ModelError(f"{path} has a broken tokenizer: a merge or a token doesn't fit its vocabulary.")
-        try:
-            backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"{path} has a broken tokenizer: {error}.") from error
-        backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-        backend.decoder = decoders.ByteLevel()
-        if pre == "qwen2":
-            backend.normalizer = normalizers.NFC()
+        backend = _GGUF_KINDS[kind](source, tokens, kinds)
         backend.add_tokens(
             [
                 AddedToken(token, normalized=False, special=kind == _CONTROL)
@@ -132,7 +116,7 @@ class Tokenizer:
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
             if i in self._special or i >= len(table):
                 continue
-            table[i] = self._added[i].encode() if i in self._added else self._spelling.to_bytes(token)
+            table[i] = self._spelling.added_bytes(token) if i in self._added else self._spelling.to_bytes(token)
         return table
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -147,6 +131,46 @@ class Tokenizer:
         """The id of the vocabulary entry `token`."""
         found: int | None = self._backend.token_to_id(token)
         return found
+
+
+def _byte_level_bpe(source: Fields, tokens: list[str], _kinds: list[int]) -> tokenizers.Tokenizer:
+    path, merges = source.path, source.texts("tokenizer.ggml.merges")
+    pre = source.text("tokenizer.ggml.pre", default="")
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise ModelError(f"{path} names the pre-tokenizer {pre!r}, which we don't know; known: {known}.")
+    if merges is None:
+        raise ModelError(f"{path} carries no complete tokenizer (merges are missing).")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    is_broken = any(" " not in merge or merge.replace(" ", "", 1) not in vocab for merge in merges)
+    if is_broken or len(vocab) != len(tokens):
+        raise ModelError(f"{path} has a broken tokenizer: a merge or a token doesn't fit its vocabulary.")
+    try:
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} has a broken tokenizer: {error}.") from error
+    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentence_piece(source: Fields, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+    scores = source.values.get("tokenizer.ggml.scores")
+    unknown = source.values.get("tokenizer.ggml.unknown_token_id")
+    return spm.backend_of(
+        tokens,
+        scores.tolist() if isinstance(scores, np.ndarray) and scores.dtype.kind == "f" else [],
+        kinds,
+        unknown_id=unknown if isinstance(unknown, int) else None,
+        has_space_prefix=source.flag("tokenizer.ggml.add_space_prefix", default=True),
+        path=source.path,
+    )
+
+
+_GGUF_KINDS = {"gpt2": _byte_level_bpe, "llama": _sentence_piece}
 
 
 def _surround(backend: tokenizers.Tokenizer, fields: dict[str, Any], tokens: list[str]) -> None:
@@ -186,6 +210,10 @@ class _Spelling:
         raise ModelError(
             f"This tokenizer decodes by {', '.join(map(str, sorted(kinds, key=str)))}, which is not supported."
         )
+
+    def added_bytes(self, token: str) -> bytes:
+        """Of a token that is matched as it is, beside the vocabulary."""
+        return token.encode() if self._is_byte_level else self.to_bytes(token)
 
     def to_bytes(self, token: str) -> bytes:
         if self._is_byte_level:

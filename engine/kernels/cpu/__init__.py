@@ -15,13 +15,18 @@ from torch import Tensor
 
 from engine.cache.layout import Layout, PairLayout, ScaledLayout
 from engine.config import GROUP_FORMATS
+from engine.kernels import fp8 as fp8_codes
 from engine.kernels import groups, int8, reference
 from engine.kernels.cpu.build import BuildError, library
+from engine.kernels.cpu.fp8 import Fp8Kernels
 from engine.kernels.cpu.group_matmul import GroupKernels
 from engine.kernels.cpu.layers import DecoderLayer, LayerStack, can_stack, query_scale
+from engine.kernels.host import HostKernels
 from engine.kernels.spans import SequenceSpan, shared_spans
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
+from engine.model.rope import Angles
+from engine.quant.fp8 import Fp8Weight
 from engine.quant.groups import GroupedWeight
 
 BLOCK_TOKENS = 16
@@ -44,7 +49,7 @@ class CpuAttentionPlan:
     state: Tensor
 
 
-class CpuKernels:
+class CpuKernels(HostKernels):
     """See `Kernels`. Raises BuildError in a clause when this model or this machine isn't served."""
 
     is_fused = True
@@ -65,27 +70,32 @@ class CpuKernels:
         self._model = model
         self._is_int8 = weight_format == "int8"
         self.takes_groups = weight_format in GROUP_FORMATS
+        self.takes_fp8 = weight_format == "fp8"
         self._reproducible = reproducible
         self._lib = library()
         self._has_tiles = bool(self._lib.has_tiles())
         self._groups = GroupKernels(self._lib, is_even=reproducible)
+        self._fp8 = Fp8Kernels(self._lib, has_tiles=self._has_tiles, is_even=reproducible)
         self._stack: LayerStack | None = None
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         rows, columns = weight.shape
+        bias = None if bias is None else bias.float()
         if self._has_tiles and rows % _PANEL == 0 and columns % int8.BLOCK == 0:
             values, scale = int8.quantize_weight(weight) if self._is_int8 else (weight.bfloat16().contiguous(), None)
             packed = torch.empty_like(values)
             self._lib.pack_tiles(_pointer(values), rows, values.stride(0) * values.itemsize, _pointer(packed))
-            return Matrix(packed=packed, num_rows=rows, num_columns=columns, scale=scale, is_tiled=True)
+            return Matrix(packed=packed, num_rows=rows, num_columns=columns, bias=bias, scale=scale, is_tiled=True)
         if self._is_int8:
             return int8.pack(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), _PACK_ROWS)
-        return Matrix(packed=packed, num_rows=rows, num_columns=columns)
+        return Matrix(packed=packed, num_rows=rows, num_columns=columns, bias=bias)
 
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
-        assert bias is None, "these kernels have no biases"
-        return groups.pack(weights, None)
+        return groups.pack(weights, None if bias is None else bias.float())
+
+    def pack_fp8(self, weights: Sequence[Fp8Weight], bias: Tensor | None) -> Matrix:
+        return fp8_codes.pack(weights, bias)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
         return self._norm_rows(x, _pointer(weight), eps)
@@ -98,30 +108,34 @@ class CpuKernels:
             dtype = torch.float32 if rows.scale is None else torch.int32
             sums = torch.empty(len(rows.values), matrix.num_rows, dtype=dtype)
             self._lib.matmul(*_operands(rows, matrix), _pointer(sums))
-            return Product(sums, rows.scale, matrix.scale)
+            return Product(sums, rows.scale, matrix.scale, matrix.bias)
         if rows.scale is not None:
             return Product(int8.multiply(rows.values, matrix), rows.scale, matrix.scale, matrix.bias)
+        if fp8_codes.is_fp8(matrix):
+            return self._fp8.multiply(rows.values, matrix)
         multiply = self._groups.multiply if matrix.bits else _multiply
         if self._reproducible:
-            return Product(_in_even_blocks(multiply, rows.values, matrix))
-        return Product(multiply(rows.values, matrix))
+            return Product(_in_even_blocks(multiply, rows.values, matrix), bias=matrix.bias)
+        return Product(multiply(rows.values, matrix), bias=matrix.bias)
 
-    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor) -> None:
-        if matrix.is_tiled:
+    def linear_add(self, rows: Rows, matrix: Matrix, x: Tensor, norm: Tensor | None = None) -> None:
+        if matrix.is_tiled and norm is None:
             self._lib.matmul_add(*_operands(rows, matrix), _pointer(x))
         else:
             product = self.linear(rows, matrix)  # must outlive the call: pointers keep nothing alive
-            self._lib.add(*_product(product), len(x), x.shape[1], _pointer(x))
+            eps = ctypes.c_float(self._model.norm_eps)
+            self._lib.add(*_product(product), len(x), x.shape[1], _pointer(norm), eps, _pointer(x))
 
-    def linear_silu(self, rows: Rows, matrix: Matrix) -> Rows:
+    def linear_gated(self, rows: Rows, matrix: Matrix) -> Rows:
         count, inner = len(rows.values), matrix.num_rows // 2
+        is_gelu = self._model.activation == "gelu"
         ready = self._empty_rows(count, inner)
         if matrix.is_tiled:
             scratch = torch.empty(count, inner)
-            self._lib.matmul_silu(*_operands(rows, matrix), _pointer(scratch), *_targets(ready))
+            self._lib.matmul_gated(*_operands(rows, matrix), is_gelu, _pointer(scratch), *_targets(ready))
         else:
             product = self.linear(rows, matrix)
-            self._lib.silu_mul(*_product(product), count, inner, *_targets(ready))
+            self._lib.gated(*_product(product), count, inner, is_gelu, *_targets(ready))
         return ready
 
     def best(self, rows: Rows, matrix: Matrix, allowed: Tensor | None = None) -> Tensor:
@@ -136,13 +150,22 @@ class CpuKernels:
         return columns
 
     def store_qkv(
-        self, product: Product, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+        self,
+        product: Product,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        qk_norm: Tensor | None = None,
     ) -> Tensor:
         model, rows = self._model, len(slots)
         q = torch.empty(rows, model.num_heads, model.head_dim, dtype=torch.bfloat16)
         self._lib.store_qkv(
             *_product(product),
             _pointer(product.bias),
+            _pointer(qk_norm),
+            ctypes.c_float(model.norm_eps),
             rows,
             model.num_heads,
             model.num_kv_heads,
@@ -171,7 +194,7 @@ class CpuKernels:
             state,
         )
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, window: int = 0) -> Tensor:
         model, rows = self._model, len(q)
         out = torch.empty(rows, model.num_heads * model.head_dim)
         self._lib.attend(
@@ -180,6 +203,7 @@ class CpuKernels:
             model.head_dim,
             self._is_kv_int8,
             ctypes.c_int64(k_cache.stride(0) * k_cache.itemsize),
+            window,
             _pointer(q),
             _pointer(k_cache),
             _pointer(v_cache),
@@ -201,8 +225,7 @@ class CpuKernels:
         layers: Sequence[DecoderLayer],
         cache_of: Callable[[int], tuple[Tensor, Tensor]],
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         slots: Tensor,
         plan: CpuAttentionPlan,
         eps: float,
@@ -213,7 +236,7 @@ class CpuKernels:
                 return False
             caches = [cache_of(index) for index in range(len(layers))]
             stack = self._stack = LayerStack(self._lib, self._model, layers, caches, eps)
-        stack.run(x, cos, sin, slots, (plan.lengths, plan.tables, plan.spans, plan.level_ends, plan.state))
+        stack.run(x, angles, slots, (plan.lengths, plan.tables, plan.spans, plan.level_ends, plan.state))
         return True
 
     def _norm_rows(self, x: Tensor, weight: ctypes.c_void_p | None, eps: float) -> Rows:
@@ -236,8 +259,8 @@ def _check(model: ModelConfig, block_tokens: int) -> None:
             raise BuildError(f"a width of {columns} is no multiple of {int8.BLOCK}")
     if model.head_dim % 32 or model.head_dim > 512:
         raise BuildError(f"heads of {model.head_dim} dimensions aren't supported")
-    if model.has_qkv_bias or model.has_out_bias or model.has_mlp_bias:
-        raise BuildError("biases aren't supported")
+    if model.has_out_bias or model.has_mlp_bias:
+        raise BuildError("biases behind attention or in the MLP aren't supported")
     if block_tokens != BLOCK_TOKENS:
         raise BuildError(f"KV blocks hold {block_tokens} tokens, not {BLOCK_TOKENS}")
 

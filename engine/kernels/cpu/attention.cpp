@@ -7,6 +7,8 @@
 //   K, V                                    see chunk.h
 //   state[rows][heads][dim + 32]            float32: unnormalized output, 16 sums of weights, the scores' origin
 //
+// Where a layer has a window, a row sees its last `window` keys only; chunks that no row of a span sees are not read.
+//
 // The shared pass leaves its running state and the private pass starts from it, so the merge is exact and free.
 #include "chunk.h"
 #include "dots_amx.h"
@@ -26,14 +28,16 @@ struct Item { Span span; int head; };                             // what one th
 
 struct Step {
   Shape s;
+  int window;  // keys that a row sees, its own included; 0: all
   const uint16_t* q;
   const uint8_t *k, *v;
   const int32_t *lengths, *tables;
   float *state, *out;
+  int first_key(int length) const { return window ? std::max(0, length - window) : 0; }
 };
 
-struct Rows {  // of a tile
-  int row[MAX_ROWS], head[MAX_ROWS], length[MAX_ROWS], most;
+struct Rows {  // of a tile: each sees keys [begin, length); `least` and `most` are the ends of all of them
+  int row[MAX_ROWS], head[MAX_ROWS], begin[MAX_ROWS], length[MAX_ROWS], least, most;
 };
 
 // The items of a step, level by level.
@@ -61,11 +65,12 @@ template <class Dots, class Cache> class Walk {
     gather(item);
     dots.begin(tiles.size() > 1 ? Dots::ROWS : tiles[0].n);
     const int end = std::min(span.to, (most + CHUNK - 1) / CHUNK);
-    for (int from = span.from; from < end; from += ROUND) {
+    const int start = std::max(span.from, least / CHUNK), next_start = next ? first_chunk(*next) : 0;
+    for (int from = start; from < end; from += ROUND) {
       const int to = std::min(from + ROUND, end);
       Keys keys[ROUND];
       for (int c = from; c < to; c++) {
-        if (next && tiles.size() == 1) fetch(*next, next->span.from + c - span.from);
+        if (next && tiles.size() == 1) fetch(*next, next_start + c - start);
         keys[c - from] = open(item, c, c - from);
       }
       for (size_t i = 0; i < tiles.size(); i++) walk(tiles[i], rows[i], keys, from, to);
@@ -76,13 +81,17 @@ template <class Dots, class Cache> class Walk {
 
  private:
   void walk(Tile& t, const Rows& of, Keys* keys, int from, int to) {
-    if (of.most <= from * CHUNK) return;
+    const int start = std::max(from, of.least / CHUNK);
+    if (of.most <= start * CHUNK || start >= to) return;
     dots.pick_up(t, dim);
-    for (int c = from; c < to && c * CHUNK < of.most; c++) {
+    for (int c = start; c < to && c * CHUNK < of.most; c++) {
       Keys& of_chunk = keys[c - from];
       of_chunk.visible = std::min(CHUNK, of.most - c * CHUNK);
-      int seen[MAX_ROWS];
-      for (int r = 0; r < t.n; r++) seen[r] = std::min(CHUNK, of.length[r] - c * CHUNK);
+      Seen seen;
+      for (int r = 0; r < t.n; r++) {
+        seen.begin[r] = of.begin[r] - c * CHUNK;
+        seen.end[r] = std::min(CHUNK, of.length[r] - c * CHUNK);
+      }
       dots.template score<Cache::IS_INT8>(t, dim, of_chunk);
       weigh<Cache::IS_INT8>(t, dim, seen, of_chunk, dots);
       dots.mix(t, dim, of_chunk);
@@ -94,6 +103,11 @@ template <class Dots, class Cache> class Walk {
     const int64_t at = item.head * Cache::head_bytes(dim);
     return cache.open(place, x.k + at, x.v + at, x.s.block_bytes, dim, x.tables + item.span.table + c * CHUNK_BLOCKS,
                       std::min(CHUNK, most - c * CHUNK));
+  }
+
+  // Where a span's walk begins: rows are in order, so the first one looks back furthest unless sequences differ.
+  int first_chunk(const Item& item) const {
+    return std::max(item.span.from, x.first_key(x.lengths[item.span.first]) / CHUNK);
   }
 
   void fetch(const Item& item, int c) const {
@@ -114,20 +128,25 @@ template <class Dots, class Cache> class Walk {
     const int group = x.s.heads / x.s.kv_heads, total = (item.span.last - item.span.first) * group;
     resize((total + Dots::ROWS - 1) / Dots::ROWS);
     most = 0;
+    least = END;
     for (size_t i = 0; i < tiles.size(); i++) {
       const int first = i * Dots::ROWS;
       Tile& t = tiles[i];
       Rows& of = rows[i];
       t.n = std::min(Dots::ROWS, total - first);
       of.most = 0;
+      of.least = END;
       for (int r = 0; r < t.n; r++) {
         of.row[r] = item.span.first + (first + r) / group;
         of.head[r] = item.head * group + (first + r) % group;
         of.length[r] = x.lengths[of.row[r]];
+        of.begin[r] = x.first_key(of.length[r]);
         of.most = std::max(of.most, of.length[r]);
+        of.least = std::min(of.least, of.begin[r]);
       }
       take(t, of, item.span.from == 0);
       most = std::max(most, of.most);
+      least = std::min(least, of.least);
     }
   }
 
@@ -183,7 +202,7 @@ template <class Dots, class Cache> class Walk {
   Buffer<char> memory;
   std::vector<Tile> tiles;
   std::vector<Rows> rows;
-  int most = 0;  // positions that the furthest row sees
+  int least = 0, most = 0;  // the keys that some row sees are among these
 };
 
 template <class Dots, class Cache>
@@ -226,10 +245,10 @@ template <class Cache> void attend_step(const Step& x, const int32_t* spans, con
 // Spans are runs of rows that walk one table together: [first row, last row, first chunk, last chunk, table offset].
 // `levels` of them in order: all spans of a level are done before the next level begins. Every row's first span begins at
 // chunk 0, and its last one ends at END.
-extern "C" void attend(int heads, int kv_heads, int dim, int is_int8, int64_t block_bytes, const uint16_t* q, const uint8_t* k,
-                       const uint8_t* v, const int32_t* lengths, const int32_t* tables, const int32_t* spans,
+extern "C" void attend(int heads, int kv_heads, int dim, int is_int8, int64_t block_bytes, int window, const uint16_t* q,
+                       const uint8_t* k, const uint8_t* v, const int32_t* lengths, const int32_t* tables, const int32_t* spans,
                        const int32_t* level_ends, int levels, float* state, float* out) {
-  const Step x{{heads, kv_heads, dim, block_bytes}, q, k, v, lengths, tables, state, out};
+  const Step x{{heads, kv_heads, dim, block_bytes}, window, q, k, v, lengths, tables, state, out};
   if (is_int8) attend_step<Int8Cache>(x, spans, level_ends, levels);
   else attend_step<Bf16Cache>(x, spans, level_ends, levels);
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels.values import Matrix
 from engine.model.config import ModelConfig
+from engine.model.rope import Angles
 
 
 class DecoderLayer(Protocol):
@@ -22,29 +23,37 @@ class DecoderLayer(Protocol):
     @property
     def qkv(self) -> Matrix: ...
     @property
+    def qk_norm(self) -> Tensor | None: ...
+    @property
     def out(self) -> Matrix: ...
+    @property
+    def attention_post_norm(self) -> Tensor | None: ...
     @property
     def mlp_norm(self) -> Tensor: ...
     @property
     def gate_up(self) -> Matrix: ...
     @property
     def down(self) -> Matrix: ...
+    @property
+    def mlp_post_norm(self) -> Tensor | None: ...
+    @property
+    def window(self) -> int: ...
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in (
-            *("attention_norm", "qkv", "qkv_scale", "out", "out_scale", "mlp_norm"),
-            *("gate_up", "gate_up_scale", "down", "down_scale", "k_cache", "v_cache"),
-        )
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "qkv", "qkv_scale", "qkv_bias", "qk_norm")),
+        *((name, ctypes.c_void_p) for name in ("out", "out_scale", "attention_post_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("gate_up", "gate_up_scale", "down", "down_scale", "mlp_post_norm")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        ("window", ctypes.c_int64),
     )
 
 
 class _Shapes(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("num_layers", "hidden", "mlp", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int) for name in ("is_int8", "is_kv_int8")),
+        *((name, ctypes.c_int) for name in ("is_int8", "is_kv_int8", "is_gelu")),
         ("block_bytes", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("q_scale", ctypes.c_float),
@@ -54,8 +63,8 @@ class _Shapes(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("rows", "levels")),
-        *((name, ctypes.c_void_p) for name in ("x", "cosine", "sine", "slots", "lengths", "tables", "spans")),
-        *((name, ctypes.c_void_p) for name in ("level_ends", "state")),
+        *((name, ctypes.c_void_p) for name in ("x", "cosine", "sine", "local_cosine", "local_sine", "slots")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "tables", "spans", "level_ends", "state")),
     )
 
 
@@ -86,6 +95,7 @@ class LayerStack:
             dim=model.head_dim,
             is_int8=layers[0].qkv.scale is not None,
             is_kv_int8=keys.dtype == torch.int8,
+            is_gelu=model.activation == "gelu",
             block_bytes=keys.stride(0) * keys.itemsize,
             eps=eps,
             q_scale=query_scale(model),
@@ -96,19 +106,18 @@ class LayerStack:
     def run(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         slots: Tensor,
         attention: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> None:
         """x [T, hidden] float32 through all layers. `attention`: lengths, tables, spans, level ends and state."""
         assert x.is_contiguous(), "the residual stream is contiguous"
-        assert cos.is_contiguous(), "cosines are contiguous"
-        assert sin.is_contiguous(), "sines are contiguous"
+        turns = (*angles.whole, *angles.local)
+        assert all(turn.is_contiguous() for turn in turns), "cosines and sines are contiguous"
         needed = self._library.layers_work(ctypes.byref(self._shapes), len(x))
         if len(self._work) < needed:
             self._work = torch.empty(needed, dtype=torch.uint8)
-        pointers = (tensor.data_ptr() for tensor in (x, cos, sin, slots, *attention))
+        pointers = (tensor.data_ptr() for tensor in (x, *turns, slots, *attention))
         step = _Step(len(x), len(attention[3]), *pointers)
         self._library.run_layers(
             ctypes.byref(self._shapes), self._pointers, ctypes.byref(step), ctypes.c_void_p(self._work.data_ptr())
@@ -117,7 +126,7 @@ class LayerStack:
 
 def query_scale(model: ModelConfig) -> float:
     """What queries are multiplied by: the usual scale, and log2 e, because weights are powers of two."""
-    return float(model.head_dim**-0.5 * math.log2(math.e))
+    return model.score_scale * math.log2(math.e)
 
 
 def can_stack(layers: Sequence[DecoderLayer]) -> bool:
@@ -126,9 +135,17 @@ def can_stack(layers: Sequence[DecoderLayer]) -> bool:
 
 
 def _pointers(layer: DecoderLayer, k_cache: Tensor, v_cache: Tensor) -> _Layer:
-    matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    qkv, out, gate_up, down = (
-        (m.packed.data_ptr(), m.scale.data_ptr() if m.scale is not None else None) for m in matrices
-    )
-    attention_norm, mlp_norm = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
-    return _Layer(attention_norm, *qkv, *out, mlp_norm, *gate_up, *down, k_cache.data_ptr(), v_cache.data_ptr())
+    tensors = {
+        "attention_norm": layer.attention_norm,
+        "qkv_bias": layer.qkv.bias,
+        "qk_norm": layer.qk_norm,
+        "attention_post_norm": layer.attention_post_norm,
+        "mlp_norm": layer.mlp_norm,
+        "mlp_post_norm": layer.mlp_post_norm,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    for name, matrix in (("qkv", layer.qkv), ("out", layer.out), ("gate_up", layer.gate_up), ("down", layer.down)):
+        tensors |= {name: matrix.packed, f"{name}_scale": matrix.scale}
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+    return _Layer(**pointers, window=layer.window)

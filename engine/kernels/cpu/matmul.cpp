@@ -94,15 +94,16 @@ template <class Sum> struct Add {
   }
 };
 
-template <class Sum> struct SiluMul {  // columns: gate, then up
-  float* out;                          // [rows][num_columns / 2]
+template <class Sum> struct Gated {  // columns: gate, then up
+  float* out;                        // [rows][num_columns / 2]
+  bool is_gelu;
   int left(const Operands&, int j) const { return j; }
   int right(const Operands& x, int j) const { return x.num_columns / 32 + j; }
   void take(const Operands& x, const Sum (*sums)[PANEL], int m, int rows, int j) const {
     const int inner = x.num_columns / 2;
     for (int r = 0; r < rows; r++) {
       const f32x16 gate = scaled(x, sums, r, m, 0, j * 16), up = scaled(x, sums, r, m, 16, inner + j * 16);
-      store(out + (int64_t)(m + r) * inner + j * 16, silu(gate) * up);
+      store(out + (int64_t)(m + r) * inner + j * 16, (is_gelu ? gelu(gate) : silu(gate)) * up);
     }
   }
 };
@@ -217,15 +218,16 @@ void matmul_best(OPERANDS, const uint32_t* masks, int masked, int words, int64_t
   });
 }
 
-// silu(gate) * up, then made ready for the next matmul: rotated and quantized (q, scale), or as bf16 (halves).
-void matmul_silu(OPERANDS, float* scratch, int8_t* q, float* scale, uint16_t* halves) {
+// silu(gate) * up or gelu(gate) * up, then made ready for the next matmul: rotated and quantized (q, scale), or as bf16
+// (halves).
+void matmul_gated(OPERANDS, int is_gelu, float* scratch, int8_t* q, float* scale, uint16_t* halves) {
   const Operands x = GIVEN;
   const int inner = num_columns / 2;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
 #pragma omp parallel if (x.is_big())
     {
-      for_each_panel<Dot>(x, SiluMul<typename Dot::Sum>{scratch});
+      for_each_panel<Dot>(x, Gated<typename Dot::Sum>{scratch, is_gelu != 0});
 #pragma omp for schedule(static)
       for (int m = 0; m < num_rows; m++) {
         float* y = scratch + (int64_t)m * inner;

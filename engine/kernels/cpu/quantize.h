@@ -49,14 +49,22 @@ inline float quantize_row(const float* x, int n, int8_t* q) {
   return most / 127.f;
 }
 
-// x / (1 + e^-x); the division as a reciprocal with one Newton step, relative error below 1e-6.
-inline f32x16 silu(f32x16 x) {
+// x / (1 + 2^power); the division as a reciprocal with one Newton step, relative error below 1e-6.
+inline f32x16 over_one_plus(f32x16 x, f32x16 power) {
 #if defined(__AVX512F__)
-  const f32x16 power = (f32x16)_mm512_min_ps((__m512)(x * splat(-1.44269504f)), _mm512_set1_ps(100.f));
+  power = (f32x16)_mm512_min_ps((__m512)power, _mm512_set1_ps(100.f));
   const f32x16 d = exp2_fast(power) + splat(1.f), r = (f32x16)_mm512_rcp14_ps((__m512)d);
   return x * (r * (splat(2.f) - d * r));
 #else
-  const f32x16 power = x * splat(-1.44269504f);
   return x / (exp2_fast(power < splat(100.f) ? power : splat(100.f)) + splat(1.f));
 #endif
+}
+
+// x / (1 + e^-x)
+inline f32x16 silu(f32x16 x) { return over_one_plus(x, x * splat(-1.44269504f)); }
+
+// x / (1 + e^-2y) with y = sqrt(2 / pi) (x + 0.044715 x^3): the approximation by tanh, as x / 2 (1 + tanh y).
+inline f32x16 gelu(f32x16 x) {
+  const f32x16 cubic = fused(x * x, splat(0.044715f), splat(1.f));
+  return over_one_plus(x, x * cubic * splat(-2.30220819f));
 }

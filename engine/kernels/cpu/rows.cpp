@@ -33,7 +33,8 @@ struct Halves {
   f32x16 at(int64_t m, int64_t n) const { return load_bf16(x + m * width + n); }
 };
 
-template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q, float* scale, uint16_t* halves) {
+template <class P>
+void gated_rows(const P& p, int rows, int inner, bool is_gelu, int8_t* q, float* scale, uint16_t* halves) {
 #pragma omp parallel if (rows >= FEW)
   {
     std::vector<float> buffer(inner + 16);
@@ -41,7 +42,7 @@ template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q
 #pragma omp for schedule(static)
     for (int m = 0; m < rows; m++) {
       for (int i = 0; i < inner; i += 16) {
-        f32x16 y = silu(p.at(m, i)) * p.at(m, inner + i);
+        const f32x16 gate = p.at(m, i), y = (is_gelu ? gelu(gate) : silu(gate)) * p.at(m, inner + i);
         if (halves) store_bf16(halves + (int64_t)m * inner + i, y); else store(x + i, y);
       }
       if (!halves) { rotate(x, inner); scale[m] = quantize_row(x, inner, q + (int64_t)m * inner); }
@@ -49,13 +50,18 @@ template <class P> void silu_mul_rows(const P& p, int rows, int inner, int8_t* q
   }
 }
 
-template <class P> void add_rows(const P& p, int rows, int width, float* residual) {
+template <class P> void add_rows(const P& p, int rows, int width, const float* norm, float eps, float* residual) {
 #pragma omp parallel for schedule(static) if (rows >= FEW)
-  for (int m = 0; m < rows; m++)
+  for (int m = 0; m < rows; m++) {
+    f32x16 squares = f32x16{};
+    if (norm) for (int i = 0; i < width; i += 16) { const f32x16 v = p.at(m, i); squares += v * v; }
+    const float inverse = norm ? 1.f / std::sqrt(sum(squares) / width + eps) : 1.f;
     for (int i = 0; i < width; i += 16) {
       float* r = residual + (int64_t)m * width + i;
-      store(r, load(r) + p.at(m, i));
+      const f32x16 v = p.at(m, i);
+      store(r, load(r) + (norm ? v * splat(inverse) * load(norm + i) : v));
     }
+  }
 }
 
 template <class P> void best_rows(const P& p, int rows, int width, const Masks& masks, int64_t* columns) {
@@ -99,10 +105,18 @@ inline void write_int8(uint8_t* block, const float* x, int dim, int at, bool is_
   }
 }
 
-// Dequantize, add the bias, turn by the rotary angle, scale q; K and V go to their slots of the paged cache.
+inline void normalize(float* x, int dim, const float* weight, float eps) {
+  f32x16 squares = f32x16{};
+  for (int i = 0; i < dim; i += 16) { const f32x16 v = load(x + i); squares += v * v; }
+  const f32x16 inverse = splat(1.f / std::sqrt(sum(squares) / dim + eps));
+  for (int i = 0; i < dim; i += 16) store(x + i, load(x + i) * inverse * load(weight + i));
+}
+
+// Dequantize, add the bias, normalize q and k by qk_norm [2][dim], turn by the rotary angle, scale q; K and V go to their
+// slots of the paged cache. `bias` and `qk_norm` may be null.
 template <class P>
-void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_heads, int dim, const float* cosine,
-                    const float* sine, const int64_t* slots, float q_scale, const Caches& to, uint16_t* q) {
+void store_qkv_rows(const P& p, const float* bias, const float* qk_norm, float eps, int rows, int heads, int kv_heads, int dim,
+                    const float* cosine, const float* sine, const int64_t* slots, float q_scale, const Caches& to, uint16_t* q) {
   const int half = dim / 2;
   const int64_t head_bytes = to.block_bytes / kv_heads;
 #pragma omp parallel for schedule(static) if (rows >= FEW)
@@ -118,6 +132,7 @@ void store_qkv_rows(const P& p, const float* bias, int rows, int heads, int kv_h
         if (bias) y += load(bias + base + i);
         store(x + i, y);
       }
+      if (!is_v && qk_norm) normalize(x, dim, qk_norm + (is_q ? 0 : dim), eps);
       if (!is_v) {
         const f32x16 scale = splat(is_q ? q_scale : 1.f);
         for (int i = 0; i < half; i += 16) {
@@ -173,13 +188,16 @@ void norm_rows(const float* x, const float* weight, float eps, int rows, int wid
   }
 }
 
-void silu_mul(int kind, const void* x, const float* row, const float* column, int rows, int inner, int8_t* q, float* scale,
-              uint16_t* halves) {
-  visit(kind, x, row, column, 2 * (int64_t)inner, [&](auto p) { silu_mul_rows(p, rows, inner, q, scale, halves); });
+// silu(gate) * up, or gelu(gate) * up, made ready for the next matmul like norm_rows.
+void gated(int kind, const void* x, const float* row, const float* column, int rows, int inner, int is_gelu, int8_t* q,
+           float* scale, uint16_t* halves) {
+  visit(kind, x, row, column, 2 * (int64_t)inner, [&](auto p) { gated_rows(p, rows, inner, is_gelu, q, scale, halves); });
 }
 
-void add(int kind, const void* x, const float* row, const float* column, int rows, int width, float* residual) {
-  visit(kind, x, row, column, width, [&](auto p) { add_rows(p, rows, width, residual); });
+// Adds a product to the residual; where `norm` isn't null, normalized by it.
+void add(int kind, const void* x, const float* row, const float* column, int rows, int width, const float* norm, float eps,
+         float* residual) {
+  visit(kind, x, row, column, width, [&](auto p) { add_rows(p, rows, width, norm, eps, residual); });
 }
 
 // As matmul_best in matmul.cpp, of a product that another matmul made.
@@ -188,12 +206,12 @@ void best(int kind, const void* x, const float* row, const float* column, int ro
   visit(kind, x, row, column, width, [&](auto p) { best_rows(p, rows, width, {masks, masked, words}, columns); });
 }
 
-void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, int rows, int heads,
-               int kv_heads, int dim, const float* cosine, const float* sine, const int64_t* slots, float q_scale, int is_int8,
-               int64_t block_bytes, uint16_t* q, uint8_t* k, uint8_t* v) {
+void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, const float* qk_norm,
+               float eps, int rows, int heads, int kv_heads, int dim, const float* cosine, const float* sine,
+               const int64_t* slots, float q_scale, int is_int8, int64_t block_bytes, uint16_t* q, uint8_t* k, uint8_t* v) {
   const Caches to{k, v, block_bytes, is_int8 != 0};
   visit(kind, x, row, column, (heads + 2 * (int64_t)kv_heads) * dim, [&](auto p) {
-    store_qkv_rows(p, bias, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, to, q);
+    store_qkv_rows(p, bias, qk_norm, eps, rows, heads, kv_heads, dim, cosine, sine, slots, q_scale, to, q);
   });
 }
 

@@ -69,6 +69,13 @@ struct Keys {
   int visible;
 };
 
+// Keys [begin, end) of the chunk that each row of a tile sees; both may lie outside of it.
+struct Seen {
+  int begin[MAX_ROWS], end[MAX_ROWS];
+  bool none(int r) const { return end[r] <= 0 || begin[r] >= CHUNK; }
+  bool all(int r) const { return begin[r] <= 0 && end[r] >= CHUNK; }
+};
+
 constexpr float GROWTH = 8, LOWEST = -3e38f;
 
 inline void rescale(Tile& t, int dim, int r, float top) {
@@ -79,19 +86,22 @@ inline void rescale(Tile& t, int dim, int r, float top) {
   for (int i = 0; i < dim; i += 16) store(mixed + i, load(mixed + i) * keep);
 }
 
-// score -> weight and total of each row. `seen[r]` keys of the chunk are visible to row r (0 to 64). Weights are relative
+// score -> weight and total of each row, of those keys of the chunk that it sees. Weights are relative
 // to `top`, which follows the largest score only when that has grown by more than GROWTH: then `mixed` is rescaled, and
 // `dots`, which holds it, has to put it down for that.
-template <bool IS_INT8, class Dots> void weigh(Tile& t, int dim, const int* seen, const Keys& keys, const Dots& dots) {
+template <bool IS_INT8, class Dots> void weigh(Tile& t, int dim, const Seen& seen, const Keys& keys, const Dots& dots) {
   const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   bool is_down = false;
   for (int r = 0; r < t.n; r++) {
-    if (seen[r] <= 0) { std::memset(t.weight[r], 0, sizeof t.weight[r]); continue; }
+    if (seen.none(r)) { std::memset(t.weight[r], 0, sizeof t.weight[r]); continue; }
+    const auto is_seen = [&](int b) {
+      return (lane < (i32x16{} + (seen.end[r] - b * BLOCK))) & (lane >= (i32x16{} + (seen.begin[r] - b * BLOCK)));
+    };
     f32x16 s[CHUNK_BLOCKS];
     for (int b = 0; b < CHUNK_BLOCKS; b++) {
       s[b] = load(t.score[r] + b * BLOCK);
       if (IS_INT8) s[b] = __builtin_convertvector((i32x16)s[b], f32x16) * (load(keys.k_scale[b]) * splat(t.q_scale[r]));
-      if (seen[r] < CHUNK) s[b] = lane < (i32x16{} + (seen[r] - b * BLOCK)) ? s[b] : splat(LOWEST);
+      if (!seen.all(r)) s[b] = is_seen(b) ? s[b] : splat(LOWEST);
     }
     const f32x16 most = maximum(maximum(s[0], s[1]), maximum(s[2], s[3]));
     if (any_above(most, splat(t.top[r] + GROWTH))) {
@@ -104,8 +114,8 @@ template <bool IS_INT8, class Dots> void weigh(Tile& t, int dim, const int* seen
       }
     }
     for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] = exp2_fast(s[b] - splat(t.top[r]));
-    if (seen[r] < CHUNK)
-      for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] = lane < (i32x16{} + (seen[r] - b * BLOCK)) ? s[b] : f32x16{};
+    if (!seen.all(r))
+      for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] = is_seen(b) ? s[b] : f32x16{};
     store(t.total[r], load(t.total[r]) + ((s[0] + s[1]) + (s[2] + s[3])));
     if (IS_INT8)
       for (int b = 0; b < CHUNK_BLOCKS; b++) s[b] *= load(keys.v_scale + b * BLOCK);

@@ -83,7 +83,7 @@ def test_row_kernels_are_the_reference(weight_format: str, rows: int, has_tiles:
     packed, plain = cpu.pack_matrix(matrix, None), torch_tier.pack_matrix(matrix, None)
     same_rows = torch_tier.pack_rows(x)
     assert_near(cpu.logits(cpu.linear(same_rows, packed)), torch_tier.logits(torch_tier.linear(same_rows, plain)), 1.0)
-    assert_near(value(cpu.linear_silu(same_rows, packed)), value(torch_tier.linear_silu(same_rows, plain)), 2.0)
+    assert_near(value(cpu.linear_gated(same_rows, packed)), value(torch_tier.linear_gated(same_rows, plain)), 2.0)
     residual, other = random(rows, 2 * MODEL.mlp, seed=3), random(rows, 2 * MODEL.mlp, seed=3)
     cpu.linear_add(same_rows, packed, residual)
     torch_tier.linear_add(same_rows, plain, other)
@@ -111,13 +111,13 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str, 
     x, residual = random(333, MODEL.hidden), random(333, 2 * MODEL.mlp, seed=1)
     ones, weight = residual.clone(), torch.ones(MODEL.hidden)
     cpu.linear_add(cpu.norm(x, weight, 1e-5), packed, residual)
-    silu = value(cpu.linear_silu(cpu.norm(x, weight, 1e-5), packed))
+    silu = value(cpu.linear_gated(cpu.norm(x, weight, 1e-5), packed))
     for first, last in ((0, 1), (31, 33), (100, 116), (200, 333)):
         mine = cpu.norm(x[first:last].contiguous(), weight, 1e-5)
         part = ones[first:last].clone()
         cpu.linear_add(mine, packed, part)
         assert torch.equal(part, residual[first:last])
-        assert torch.equal(value(cpu.linear_silu(mine, packed)), silu[first:last])
+        assert torch.equal(value(cpu.linear_gated(mine, packed)), silu[first:last])
 
 
 def filled_caches(tier: CpuKernels | TorchKernels, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,9 +204,16 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     own=st.lists(st.tuples(st.integers(1, 150), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=6),
     heads=st.sampled_from([(2, 1), (6, 2), (4, 4), (8, 1)]),
     dim=st.sampled_from([32, 64, 96, 128]),
+    window=st.sampled_from([0, 0, 1, 24, 64, 150]),
 )
 def test_attention_is_dense_attention_and_grouping_changes_no_bit(
-    kv_format: str, has_tiles: bool, shared: int, own: list[tuple[int, int]], heads: tuple[int, int], dim: int
+    kv_format: str,
+    has_tiles: bool,
+    shared: int,
+    own: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dim: int,
+    window: int,
 ) -> None:
     num_heads, kv_heads = heads
     cpu, _ = tiers("bf16", kv_format, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim)
@@ -229,18 +236,19 @@ def test_attention_is_dense_attention_and_grouping_changes_no_bit(
     else:
         k, v = cpu.layout.k_from_wire(wire[0]).contiguous(), cpu.layout.v_from_wire(wire[1]).contiguous()
     q = (random(row, num_heads, dim, seed=1) * dim**-0.5).bfloat16()
-    got = cpu.attend(q, k, v, cpu.plan_attention(sequences))
+    got = cpu.attend(q, k, v, cpu.plan_attention(sequences), window)
     for seq in sequences:
         keys, values = (
             wire[side][list(seq.block_ids)].transpose(1, 2).flatten(0, 1)[: seq.length].float() for side in (0, 1)
         )
         for i in range(seq.num_rows):
-            visible = seq.start + i + 1
-            want = dense(q[seq.row + i] / LOG2_E, keys[:visible], values[:visible])
+            end = seq.start + i + 1
+            seen = slice(max(0, end - window) if window else 0, end)
+            want = dense(q[seq.row + i] / LOG2_E, keys[seen], values[seen])
             torch.testing.assert_close(got[seq.row + i].double(), want, atol=0.02, rtol=0.02)
         alone = SequenceSpan(0, seq.num_rows, seq.start, seq.block_ids)
         mine = slice(seq.row, seq.row + seq.num_rows)
-        assert torch.equal(cpu.attend(q[mine].contiguous(), k, v, cpu.plan_attention([alone])), got[mine])
+        assert torch.equal(cpu.attend(q[mine].contiguous(), k, v, cpu.plan_attention([alone]), window), got[mine])
 
 
 def test_poisoned_keys_beyond_the_end_are_not_touched() -> None:
@@ -277,7 +285,7 @@ def test_older_processors_compute_the_same(name: str) -> None:
 
 def test_what_is_not_served_falls_back_with_a_sentence() -> None:
     said: list[str] = []
-    for changes in ({"mlp": 100}, {"head_dim": 16}, {"has_qkv_bias": True}):
+    for changes in ({"mlp": 100}, {"head_dim": 16}, {"has_out_bias": True}):
         chosen = choose(
             replace(MODEL, **changes), weight_format="bf16", kv_format="bf16", block_tokens=16, say=said.append
         )

@@ -38,10 +38,12 @@ def test_rope_turns_pairs_as_complex_numbers(heads: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), ROWS_AND_WIDTHS)
-def test_silu_mul(rows: int, width: int) -> None:
+def test_gated_units(rows: int, width: int) -> None:
     x = random(rows, width).double()
     gate, up = x[:, : width // 2], x[:, width // 2 :]
-    torch.testing.assert_close(reference.silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    torch.testing.assert_close(reference.gated(x, "silu"), gate / (1 + (-gate).exp()) * up)
+    bent = (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()
+    torch.testing.assert_close(reference.gated(x, "gelu"), gate / 2 * (1 + bent) * up)
 
 
 def test_writing_the_cache_moves_bits() -> None:
@@ -56,13 +58,13 @@ def test_writing_the_cache_moves_bits() -> None:
     assert not v_cache[untouched].any()
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, window: int) -> torch.Tensor:
     """One query row [heads, dim] at `position` over k and v [length, kv_heads, dim], in float64."""
-    rows = []
+    rows, seen = [], slice(max(0, position + 1 - window) if window else 0, position + 1)
     for head in range(q.shape[0]):
         kv_head = head * k.shape[1] // q.shape[0]
-        scores = (k[: position + 1, kv_head].double() @ q[head].double()) / math.sqrt(q.shape[1])
-        rows.append(scores.softmax(-1) @ v[: position + 1, kv_head].double())
+        scores = (k[seen, kv_head].double() @ q[head].double()) / math.sqrt(q.shape[1])
+        rows.append(scores.softmax(-1) @ v[seen, kv_head].double())
     return torch.stack(rows)
 
 
@@ -73,11 +75,13 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> t
     dim=st.sampled_from([2, 16, 64, 80]),
     block_tokens=st.sampled_from([1, 5, 16]),
     bucket_bytes=st.sampled_from([reference.BUCKET_BYTES, 4096]),
+    window=st.sampled_from([0, 0, 1, 7, 16, 60]),
 )
 def test_paged_attention_is_dense_attention(
-    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, block_tokens: int, bucket_bytes: int
+    spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, block_tokens: int, bucket_bytes: int, window: int
 ) -> None:
-    """Blocks in random order; everything that is no key of the sequence holds NaN and must not be touched."""
+    """Blocks in random order; everything that is no key of the sequence, or that none of its rows sees, holds NaN and
+    must not be touched."""
     num_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(dim)
     needed = [-(-(start + size) // block_tokens) for start, size in spans]
@@ -89,13 +93,14 @@ def test_paged_attention_is_dense_attention(
         blocks = tuple(order.pop() for _ in range(count))
         k, v = torch.randn(2, start + size, kv_heads, dim, generator=generator)
         slots = torch.tensor([blocks[p // block_tokens] * block_tokens + p % block_tokens for p in range(start + size)])
-        reference.write_cache(k, v, k_cache, v_cache, slots)
+        first = max(0, start + 1 - window) if window else 0
+        reference.write_cache(k[first:], v[first:], k_cache, v_cache, slots[first:])
         items.append(SequenceSpan(row, size, start, (*blocks, 10**6)))
-        wants += [dense(q[row + i], k, v, start + i) for i in range(size)]
+        wants += [dense(q[row + i], k, v, start + i, window) for i in range(size)]
         row += size
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "BUCKET_BYTES", bucket_bytes)
-        plan = reference.plan_attention(items, block_tokens, kv_heads * dim * 4)
+        plan = reference.plan_attention(items, block_tokens, kv_heads * dim * 4, window)
     got = reference.paged_attention(q, k_cache, v_cache, plan)
     want = torch.stack(wants).flatten(1)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)

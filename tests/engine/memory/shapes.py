@@ -24,7 +24,7 @@ KV = [kv_format(name) for name in ("float32", "bf16", "int8", "fp8")]
 def shapes(draw: st.DrawFn) -> ModelShape:
     kv_heads = draw(st.sampled_from([1, 2, 3, 8]))
     layers = draw(st.integers(1, 60))
-    window_layers = draw(st.integers(0, layers))
+    window = draw(st.integers(1, 5000))
     return decoder_shape(
         vocab_size=draw(st.integers(256, 300_000)),
         hidden=draw(st.integers(64, 8192)),
@@ -37,8 +37,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         is_tied=draw(st.booleans()),
         has_qkv_bias=draw(st.booleans()),
         has_qk_norm=draw(st.booleans()),
-        window=draw(st.integers(1, 5000)) if window_layers else 0,
-        window_layers=window_layers,
+        windows=[draw(st.sampled_from([0, window]))] * layers if draw(st.booleans()) else [0, *[window] * (layers - 1)],
     )
 
 

@@ -14,7 +14,7 @@ from engine.config import KV_FORMATS, WEIGHT_FORMATS
 from engine.errors import ConfigError
 from engine.memory.formats import GROUPS, WeightFormat, kv_format, weight_format
 from engine.memory.shape import ModelShape
-from engine.memory.sizing import Workload, block_bytes, demand, sequence_parts, weight_parts
+from engine.memory.sizing import Workload, attended_parts, block_bytes, demand, sequence_parts, weight_parts
 from engine.memory.sources import TEXTBOOKS
 from tests.engine.memory.shapes import KV, WEIGHTS, shapes, workloads
 
@@ -88,10 +88,11 @@ def test_fewer_bits_never_take_more(shape: ModelShape) -> None:
 @settings(max_examples=40)
 @given(shape=shapes(), kv=st.sampled_from(KV), context=st.integers(1, 100_000), block=st.sampled_from([1, 16, 64]))
 def test_a_sequence_takes_whole_blocks(shape: ModelShape, kv: object, context: int, block: int) -> None:
-    full = replace(shape, window=0, window_layers=0)
     blocks = -(-context // block)
-    assert sequence_parts(full, kv, context, block).total == blocks * block_bytes(full, kv, block)
-    assert sequence_parts(shape, kv, context, block).total <= sequence_parts(full, kv, context, block).total
+    assert sequence_parts(shape, kv, context, block).total == blocks * block_bytes(shape, kv, block)
+    full = replace(shape, window=0, window_layers=0)
+    assert attended_parts(full, kv, context) == sequence_parts(shape, kv, context, 1)
+    assert attended_parts(shape, kv, context).total <= attended_parts(full, kv, context).total
 
 
 @pytest.mark.parametrize(

@@ -84,17 +84,17 @@ def test_real_models_have_the_sizes_of_their_cards() -> None:
     assert (shape.window, shape.window_layers, shape.is_tied) == (1024, 29, True)
 
 
-def test_windows_cap_what_their_layers_keep() -> None:
+def test_windows_cap_what_their_layers_read_but_not_what_they_keep() -> None:
     gemma = {**SMALL, "model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 7}
     shape = shape_of_config(gemma, HERE)
     one = 2 * 2 * 256 * 2  # K and V, two heads of 256, two bytes
-    assert sequence_parts(shape, kv_format("bf16"), 4096, 16).values == one * (4096 + 6 * (64 + 16))
+    assert sequence_parts(shape, kv_format("bf16"), 4096, 16).values == one * 7 * 4096, "a block is of all layers"
     assert sequence_parts(shape, kv_format("bf16"), 60, 16).values == one * 7 * 64
     gemma_reads = Workload(context_tokens=4096, concurrency=3, weights=weight_format("16"), kv=kv_format("16"))
     needs = demand(shape, gemma_reads)
     assert needs.step_bytes == needs.weights.total + 3 * one * (4096 + 6 * 64), "reads end where the window does"
-    whole = replace(shape, window=0, window_layers=0)
-    assert sequence_parts(whole, kv_format("bf16"), 4096, 16).values == one * 7 * 4096
+    short = demand(shape, replace(gemma_reads, context_tokens=60))
+    assert short.step_bytes == short.weights.total + 3 * one * 7 * 60
 
 
 @pytest.mark.parametrize(

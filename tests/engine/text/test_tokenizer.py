@@ -92,7 +92,8 @@ def test_the_named_pre_tokenizer_splits_as_its_models_expect(
     [
         ({"tokenizer.ggml.pre": "poro-chat"}, "pre-tokenizer 'poro-chat'"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer ''"),
-        ({"tokenizer.ggml.model": "llama"}, "kind 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "kind 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokens and scores"),
         ({"tokenizer.ggml.merges": None}, "merges are missing"),
         ({"tokenizer.ggml.merges": ["xx yy"]}, "doesn't fit"),
         ({"tokenizer.ggml.merges": ["nospace"]}, "doesn't fit"),

@@ -8,7 +8,8 @@ prompt_tokens   of all lines; cached_tokens of these were not computed (found in
 output_tokens   of all lines; output_tps is these over wall_s, total_tps prompt and output over wall_s
 decode_tps      output tokens of the steps that computed nothing but decodes, over the time of those steps
 mean_running    sequences a step
-kl              of the weights' format against float32 on held-out text (engine/quality.py); null unless it chose int8
+kl              of the weights' format against float32 on held-out text (engine/quality/); null where it isn't known;
+                verdict on weights and KV: unquantized, within (their limits), unmeasured, or over (forced)
 roofline_ratio  the least time that the arithmetic and the memory reads of this workload could take, over wall_s
 
 The least time is the sum of two parts, with rates measured after the run in the same process:
@@ -41,7 +42,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.model.config import ModelConfig
-from engine.quality import resolve_formats
+from engine.quality.serving import resolve_formats
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.sched.order import common_prefix_tokens, plan_window
@@ -190,7 +191,6 @@ def measure(config: EngineConfig, name: str, path: Path, limit: int | None) -> d
         "model": name,
         "format": config.weight_format,
         "kv_format": config.kv_format,
-        "kl": None,
         "workload": path.name,
         "wall_s": round(run.wall_s, 3),
         "load_s": round(load_s, 3),
@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="run only the first N lines")
     parser.add_argument("--quant", default="auto", choices=("auto", *WEIGHT_FORMATS), help="weight format")
     parser.add_argument("--kv", default="auto", choices=("auto", *KV_FORMATS), help="KV format")
+    parser.add_argument("--force-format", action="store_true", help="also run formats that are over their limits")
     parser.add_argument(
         "--reproducible",
         action=argparse.BooleanOptionalAction,
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         path = str(locate(args.model, say=_say))
-        formats, quality = resolve_formats(path, args.quant, args.kv, _say)
+        formats, verdict = resolve_formats(path, args.quant, args.kv, _say, force=args.force_format)
         config = EngineConfig(
             model=path,
             weight_format=formats.weights,
@@ -245,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             reproducible=args.reproducible,
         )
         report = measure(config, args.model, args.workload, args.limit)
-        report["kl"] = None if quality is None else round(quality.kl, 5)
+        shown = verdict.shown()
+        report |= {"kl": shown["weights"]["kl"], "verdict": shown["verdict"]}
     except (EngineError, OSError, ValueError, KeyError) as error:
         _say(f"The benchmark can't run: {error}")
         return 1

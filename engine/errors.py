@@ -3,6 +3,7 @@
 EngineError
 ├── ConfigError          a setting that can't work; names the setting and what it allows
 ├── ModelError           a model that can't be found, read or served; the worker stops with this sentence
+├── QualityError         a format that costs a model more quality than it may; the worker stops with this sentence
 ├── MemoryShortageError  a step needs more memory than there is; a smaller one may do
 └── RequestError         a request that can't be run; costs that line alone
 """
@@ -20,6 +21,10 @@ class ConfigError(EngineError):
 
 class ModelError(EngineError):
     """A model can't be found, read or served."""
+
+
+class QualityError(EngineError):
+    """A format costs a model more quality than it may, and nobody forces it."""
 
 
 class MemoryShortageError(EngineError):

@@ -115,9 +115,18 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Runs a step without sampling: the wanted rows' logits, float32 [R, vocab]. For measuring quality."""
+        return self.head(self.states(plan))
+
+    @torch.inference_mode()
+    def states(self, plan: StepPlan) -> torch.Tensor:
+        """Runs a step without its head: the wanted rows, [R, hidden], of which `head` makes logits."""
         self._prepare(plan)
-        inputs = build_inputs(plan.chunks, self.kernels, self.pool.block_tokens, self._last_ids)
-        return self._decoder.logits(self._hidden(inputs))
+        return self._hidden(build_inputs(plan.chunks, self.kernels, self.pool.block_tokens, self._last_ids))
+
+    @torch.inference_mode()
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """The logits of such rows, float32 [R, vocab]."""
+        return self._decoder.logits(states)
 
     @property
     def matrices(self) -> list[Matrix]:

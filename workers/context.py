@@ -126,7 +126,7 @@ def _check_services(db: Database, store: ObjectStore) -> None:
 
 
 def _formats(settings: Settings, path: Path) -> Formats:
-    from engine.quality import resolve_formats
+    from engine.quality.serving import resolve_formats
 
     formats, _ = resolve_formats(str(path), settings.weight_format, settings.kv_format, _say)
     return formats

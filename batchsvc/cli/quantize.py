@@ -5,19 +5,14 @@ That process tells a JSON line for each layer, and at the end what it wrote or w
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from batchsvc.cli import engine_child
 from batchsvc.cli.console import Console
-from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import JsonOption
 from batchsvc.cli.target import absolute_model
 
@@ -33,6 +28,14 @@ class Method(StrEnum):
     RTN = "rtn"
 
 
+class Bits(StrEnum):
+    """What weights become."""
+
+    FOUR = "4"
+    EIGHT = "8"
+    FP8 = "fp8"
+
+
 class Layout(StrEnum):
     """How they are stored."""
 
@@ -44,7 +47,7 @@ class Layout(StrEnum):
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name, path, or hf:owner/name.")],
     method: Annotated[Method, typer.Option(help="gptq and awq calibrate on text; rtn rounds to nearest.")],
-    bits: Annotated[int, typer.Option(metavar="4|8", help="Of a weight.")] = 4,
+    bits: Annotated[Bits, typer.Option(help="Of a weight; fp8 are numbers of 8 bits with a scale a row.")] = Bits.FOUR,
     group: Annotated[int, typer.Option(metavar="32|64|128", help="Columns that share a scale.")] = 64,
     calib: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of chats, prompts or texts.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Most tokens of FILE that are used.")] = 32_768,
@@ -56,46 +59,25 @@ def quantize(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a model's weights in groups; `batchsvc run --model DIR` runs the result."""
+    """Quantize a model's weights in groups, or to fp8; `batchsvc run --model DIR` runs the result."""
     console = Console(as_json=as_json)
     spelled = absolute_model(model)
-    target = (out or Path(f"{Path(model).stem}-{method}-w{bits}g{group}")).expanduser().absolute()
+    kind = bits if bits is Bits.FP8 else f"w{bits}g{group}"
+    target = (out or Path(f"{Path(model).stem}-{method}-{kind}")).expanduser().absolute()
     argv = [spelled, str(target), "--method", method, "--save-as", save_as, "--tokens", str(tokens)]
-    argv += ["--bits", str(bits), "--group", str(group)]
+    argv += ["--bits", bits, "--group", str(group)]
     if calib is not None:
         argv += ["--calib", str(calib.expanduser().absolute())]
     if zero_points is not None:
         argv.append("--zero-points" if zero_points else "--no-zero-points")
-    done = _run(argv, console)
+
+    def told(line: dict[str, Any]) -> None:
+        if line["layer"] % max(line["layers"] // _TOLD_LAYERS, 1) == 0:
+            console.say(f"Layer {line['layer']} of {line['layers']} is quantized.")
+
+    done = engine_child.ask("engine.quant", argv, told)
     before, after = done["bytes_before"] / 1e6, done["bytes_after"] / 1e6
     console.out(f"{target} holds the quantized model: {after:,.0f} MB, from {before:,.0f} MB.")
+    console.out(f"See what that costs in quality: batchsvc models eval {target}")
     console.out(f"Run it with: batchsvc run FILE.jsonl --model {target}")
     console.result(done)
-
-
-def _run(argv: list[str], console: Console) -> dict[str, Any]:
-    """What the quantizing process wrote last. Raises CommandError when it failed, with its sentence."""
-    last: dict[str, Any] = {}
-    with _quantizer(argv) as (lines, process):
-        for line in lines:
-            last = json.loads(line)
-            if "layer" in last and last["layer"] % max(last["layers"] // _TOLD_LAYERS, 1) == 0:
-                console.say(f"Layer {last['layer']} of {last['layers']} is quantized.")
-        code = process.wait()
-    if "error" in last:
-        raise CommandError(last["error"], Exit.REFUSED)
-    if code != 0 or "path" not in last:
-        raise CommandError(f"The quantizing process ended with code {code} and wrote no model.")
-    return last
-
-
-@contextmanager
-def _quantizer(argv: list[str]) -> Iterator[tuple[Iterator[str], subprocess.Popen[str]]]:
-    command = [sys.executable, "-P", "-m", "engine.quant", *argv]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
-        assert process.stdout is not None, "its output is a pipe"
-        try:
-            yield iter(process.stdout), process
-        except BaseException:
-            process.terminate()
-            raise

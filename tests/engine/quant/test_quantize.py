@@ -16,7 +16,8 @@ from engine.config import Formats
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.load.meta import read_meta
 from engine.load.weights import WeightReader, open_model
-from engine.quality import measure, resolve_formats
+from engine.quality.measure import measure
+from engine.quality.serving import resolve_formats
 from engine.quant.__main__ import main, quantize
 from engine.quant.capture import ListeningKernels, Walk
 from engine.quant.groups import Scheme

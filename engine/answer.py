@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.request import FinishReason, Request, SpelledLogprob, TokenLogprobs
 from engine.sample.stop import StopMatcher
-from engine.structure.matchers import Matcher
 from engine.text import Detokenizer, TextModel
+
+if TYPE_CHECKING:
+    from engine.structure.matchers import Matcher
 
 
 class Answer:
@@ -53,7 +57,8 @@ class Answer:
         piece = self._detokenizer.push(token_id)
         self._num_chars += len(piece)
         self._pieces.append(self._stops.push(piece) if may_end else piece)
-        is_complete = self._matcher is not None and self._matcher.is_complete
+        complete_at = self._matcher.complete_at if self._matcher is not None else None
+        is_complete = complete_at is not None and self._num_tokens >= complete_at
         return FinishReason.STOP if self._stops.is_stopped or is_complete else None
 
     def text(self) -> str:

@@ -20,6 +20,7 @@ from engine.request import Completion, Expectation, FinishReason, Request, StepO
 class EngineStats:
     """A snapshot. Token counts are totals since the start; `computed_tokens` counts all work, recomputed or not.
     `shortages` are steps for which memory didn't suffice and that were done again in smaller ones.
+    `drafted_tokens` were computed on trial, in as many windows as `verifications`, and `accepted_tokens` of them right.
     `read_blocks` counts KV blocks in use, once a step; `weight_bytes` and `block_bytes` are what a step reads of the
     weights and what a KV block takes."""
 
@@ -38,6 +39,9 @@ class EngineStats:
     weight_bytes: int = 0
     block_bytes: int = 0
     read_blocks: int = 0
+    verifications: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def refusal(request: Request, *, vocab_size: int, context_tokens: int) -> RequestError | None:

@@ -72,6 +72,11 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out without evicting any."""
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
         """Blocks that somebody references."""
         return self.num_blocks - self.num_available

@@ -4,8 +4,10 @@
                KV exists      | work of the next steps |
 
 The invariant is `committed_tokens <= computed_tokens <= len(tokens)`; between the first two lies what was scheduled and
-not read back yet. A prefix hit starts above 0, preemption goes back, a chunk goes
-forward; nothing else is needed to tell prefill from decode. A step that computes up to the end samples one more token.
+not read back yet. A prefix hit starts above 0, preemption goes back, a chunk goes forward; nothing else is needed to
+tell prefill from decode. Draft tokens are no tokens of the sequence: a step computes them behind its end, and those
+that turn out right are advanced over when the step is read (`accept`). A step that computes up to the end samples one
+more token.
 Its id isn't known until the step commits, so a PLACEHOLDER is appended at once and read later: steps can be scheduled
 before the one in front of them is read.
 
@@ -48,6 +50,7 @@ class Sequence:
     committed_tokens: int = 0
     hit_tokens: int | None = None
     num_unread: int = 0
+    num_drafted: int = 0  # of the step in flight; nothing else of the sequence is computed until it is read
     num_preemptions: int = 0
     num_overtaken: int = 0
     last_step: int = -1
@@ -120,6 +123,14 @@ class Sequence:
         self.tokens[len(self.tokens) - self.num_unread] = token_id
         self.num_unread -= 1
 
+    def accept(self, *, is_held: bool) -> None:
+        """The token read last was drafted, so the step in flight computed it too, and sampled the next one. `is_held`:
+        the blocks with its KV are still the sequence's."""
+        if is_held:
+            self.computed_tokens += 1
+        self.tokens.append(PLACEHOLDER)
+        self.num_unread += 1
+
     def pool(self, states: bytes) -> None:
         """Adds a chunk's sum of states (float32)."""
         more = np.frombuffer(states, "<f4").astype(np.float64)
@@ -130,6 +141,7 @@ class Sequence:
         assert self.num_unread, f"{self.id}: no token to take back"
         self.tokens.pop()
         self.num_unread -= 1
+        self.num_drafted = 0
 
     def rewind(self) -> None:
         """Preempted: no KV any more. Admission finds again what is still cached."""

@@ -5,6 +5,7 @@
     grow       makes the positions of the next chunk writable: new blocks, and a copy of a block that others read
     commit     puts blocks that a committed step filled into the index; if another sequence was faster, its block
                takes the place of ours
+    trim       gives back blocks that only held draft tokens which turned out wrong
     release    gives all references back; indexed blocks stay cached until they are evicted
 
 So a sequence's indexed blocks are exactly the entries of its chain, and a block has at least as many references as any
@@ -21,6 +22,7 @@ from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
 from engine.cache.blocks import BlockPool
+from engine.cache.loans import Loans
 from engine.cache.prefix import Entry, PrefixIndex
 from engine.cache.sequence import Sequence
 
@@ -49,6 +51,7 @@ class BlockTables:
             self.pool = BlockPool(
                 num_blocks, next_use=lambda block: next_use(index.key_of(block)), on_evict=index.discard
             )
+        self.loans = Loans(self.pool)
         self._copies: list[Copy] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -132,6 +135,12 @@ class BlockTables:
                 seq.block_ids[depth] = entry.block
             seq.entries.append(entry)
 
+    def trim(self, seq: Sequence) -> None:
+        """Takes the blocks away that lie wholly behind the computed positions."""
+        needed = self.num_blocks_for(seq.computed_tokens)
+        self.pool.release(seq.block_ids[needed:])
+        del seq.block_ids[needed:]
+
     def release(self, seq: Sequence) -> None:
         """Takes all blocks from the sequence. The deepest turn idle first."""
         self.pool.release(reversed(seq.block_ids))
@@ -156,7 +165,7 @@ class BlockTables:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError when pool, index and the tables of all sequences disagree."""
         sequences = list(sequences)
-        self.pool.check_integrity([seq.block_ids for seq in sequences])
+        self.pool.check_integrity([*(seq.block_ids for seq in sequences), sorted(self.loans.blocks)])
         if self._index is not None:
             self._index.check_integrity()
         for seq in sequences:

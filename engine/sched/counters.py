@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. `computed_tokens` counts all work, `recomputed_tokens` the share lost to preemption."""
+    """Totals since the start. `computed_tokens` counts all work, `recomputed_tokens` the share lost to preemption.
+    `drafted_tokens` were computed on trial, in as many windows as `verifications`; `accepted_tokens` were right."""
 
     steps: int = 0
     chunks: int = 0
@@ -19,3 +20,6 @@ class Counters:
     preemptions: int = 0
     shortages: int = 0
     read_blocks: int = 0
+    verifications: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -26,6 +26,7 @@ class Chunk:
     `block_ids` [m]       KV blocks of the sequence, covering positions [0, start + n)
     `logit_rows`          rows of this chunk (0-based) whose logits are wanted; () while a prompt is unfinished
     `pooling`             the result is a vector: `logit_rows` are the rows whose states are pooled, nothing is sampled
+    `num_draft`           with k of them k + 1 rows are sampled: the last token before the draft, and each of the draft
     `sample_position`     absolute position of the first sampled token (start + logit_rows[0] + 1): the
                           randomness key, the same whatever the batch
     `history`             all tokens of the sequence before `start`, where penalties need them; else ()
@@ -44,6 +45,15 @@ class Chunk:
     history: tuple[int, ...] = ()
 
     @property
+    def draft(self) -> tuple[int, ...]:
+        return self.token_ids[len(self.token_ids) - self.num_draft :]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token, and a draft behind it, to sample what comes next."""
+        return len(self.token_ids) == 1 + self.num_draft and bool(self.logit_rows) and self.pooling is None
+
+    @property
     def sample_position(self) -> int:
         return self.start + (self.logit_rows[0] if self.logit_rows else len(self.token_ids) - 1) + 1
 
@@ -57,7 +67,8 @@ class BlockCopy:
 
 
 TokenMasks = Mapping[str, NDArray[np.int32]]
-"""By sequence id, which tokens may come next: bit t, in little-endian words [words], says it of token t."""
+"""By sequence id, which tokens may come in each sampled row: bit t, in little-endian words [rows, words], says it of
+token t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +94,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled ids of a step: for each sequence id one id per logit row, or the reason why a row has none. `codes` are
-    the codes of reasons other than logits that are no numbers. `logprobs` are those of the sampled ids, where they were
-    asked for. `pooled` has the sum of the wanted rows' states (float32) of those whose result is a vector."""
+    """Sampled ids of a step: for each sequence id one, and one more for each right token of its draft; or the reason
+    why there is none. `codes` are the codes of reasons other than logits that are no numbers. `logprobs` are those of
+    the sampled ids, where they were asked for. `pooled` has the sum of the wanted rows' states (float32) of those whose
+    result is a vector."""
 
     sampled: dict[str, tuple[int, ...]]
     failed: dict[str, str]

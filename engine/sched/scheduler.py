@@ -5,7 +5,8 @@
         result = execute(plan)        the runner
         finished = commit(plan, result)
 
-1. Decodes, in order of rank, take one token each. One that gets no block preempts the last in rank.
+1. Decodes, in order of rank, take one token each, and perhaps a draft (engine/spec) behind it, as far as tokens and
+   blocks are left over. One that gets no block preempts the last in rank.
 2. Unfinished prefills take what is left of the token budget, as far as blocks reach.
 3. Requests are admitted while tokens are left and the predicted KV peak fits the pool (sched/budget.py); none in a
    round that preempted. A follower of a prefix that is being computed waits for its leader. One that doesn't fit may be
@@ -23,7 +24,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence, SequenceState
@@ -38,7 +38,9 @@ from engine.sched.forks import Forks, are_siblings, has_prompt
 from engine.sched.limits import StepLimits
 from engine.sched.peak import Peak
 from engine.sched.plan import BlockCopy, Chunk, StepPlan, StepResult
+from engine.sched.step import Share, Step
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
+from engine.spec.speculation import Speculation
 
 Judge = Callable[[Sequence, int], FinishReason | None]
 """Is told each token a sequence has read; says whether the answer ends with it."""
@@ -50,15 +52,6 @@ _LANE_STRIDE = 1 << 40  # ranks of one lane; more arrivals than an engine lives 
 
 def _goes_on(_seq: Sequence, _token_id: int) -> None:
     return None
-
-
-class _Share(NamedTuple):
-    """What a plan in flight computes for one sequence: KV up to `end_tokens`, as of its preemption count then."""
-
-    seq: Sequence
-    num_preemptions: int
-    end_tokens: int
-    samples: bool
 
 
 class Scheduler:
@@ -78,11 +71,13 @@ class Scheduler:
         index: PrefixIndex | None = None,
         judge: Judge = _goes_on,
         next_use: Callable[[bytes], float] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.counters = Counters()
         self._block_tokens = block_tokens
         self._limits = StepLimits(step_tokens=step_tokens, max_running=max_running)
         self._judge = judge
+        self._speculation = speculation
         self._waiting = WaitingQueue()
         self._expected = ExpectedUses()
         self._leaders = PrefixLeaders()
@@ -90,10 +85,12 @@ class Scheduler:
         self._forecast = Forecast()
         self._tables = BlockTables(num_blocks, block_tokens, index, next_use=next_use or self._next_use)
         self._pool = self._tables.pool
+        if speculation is not None:
+            speculation.borrow(self._tables.loans)
         self._peak = Peak(self._tables, self._forecast)
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []  # by rank
-        self._in_flight: deque[tuple[int, list[_Share]]] = deque()
+        self._in_flight: deque[tuple[int, list[Share]]] = deque()
         self._finished: list[Sequence] = []
         self._next_step = 0
         self._arrivals = 0
@@ -167,33 +164,34 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step. None: nothing to compute before a commit or an add."""
-        budget = StepBudget(self._limits.step_tokens)
-        preemptions = self.counters.preemptions
-        chunks: list[Chunk] = []
-        shares: list[_Share] = []
+        step = Step(StepBudget(self._limits.step_tokens))
+        budget, preemptions = step.budget, self.counters.preemptions
+        drafts = self._speculation.drafts(self._running, budget.tokens) if self._speculation is not None else {}
         for seq in list(self._running):
             if budget.tokens and seq.num_pending == 1 and self._is_ready(seq) and self._make_room(seq):
-                self._compute(seq, 1, budget, chunks, shares)
+                self._compute(seq, 1, step, drafts.get(seq.id, ()))
         for seq in list(self._running):
             is_prefill = seq.num_pending > 1 and self._is_ready(seq)
-            if budget.tokens and is_prefill and (chunks or self._make_room(seq)):
-                self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
+            if budget.tokens and is_prefill and (step.chunks or self._make_room(seq)):
+                self._compute(seq, self._chunk_tokens(seq, budget), step)
         if preemptions == self.counters.preemptions and self._may_admit and len(self._waiting):
-            self._admit(budget, chunks, shares)
-        if not chunks:
+            self._admit(step)
+        if not step.chunks:
             return None
         copies = self._tables.take_copies()
-        touched = {block for copy in copies for block in copy}
+        touched = {
+            block for copy in copies for block in copy
+        } | self._tables.loans.blocks  # these may be written already
         plan = StepPlan(
             step=self._next_step,
-            chunks=tuple(chunks),
+            chunks=tuple(step.chunks),
             copies=tuple(BlockCopy(source=copy.source, target=copy.target) for copy in copies),
             freed_blocks=tuple(block for block in self._pool.drain_freed() if block not in touched),
         )
-        self._in_flight.append((plan.step, shares))
+        self._in_flight.append((plan.step, step.shares))
         self._next_step += 1
         self.counters.steps += 1
-        self.counters.chunks += len(chunks)
+        self.counters.chunks += len(step.chunks)
         self.counters.read_blocks += self._pool.num_used
         self.counters.computed_tokens += budget.spent_tokens
         return plan
@@ -211,14 +209,14 @@ class Scheduler:
                 code = result.codes.get(seq.id, "invalid_logits")
                 self._end(seq, FinishReason.ERROR, code, result.failed[seq.id])
                 continue
-            if share.num_preemptions == seq.num_preemptions:
+            if share.is_current:
                 self._commit_blocks(seq, share.end_tokens)
                 if has_prompt(seq):  # before its token is read, which may end it
                     self._begin_forks(seq)
             if seq.request.pooling is not None:
                 self._pool_states(seq, share, result.pooled.get(seq.id))
             elif share.samples:
-                self._read(seq, result.sampled[seq.id])
+                self._read(seq, result.sampled[seq.id], is_current=share.is_current)
         return self.take_finished()
 
     def undo(self, plan: StepPlan) -> bool:
@@ -228,8 +226,10 @@ class Scheduler:
         assert step == plan.step, f"step {plan.step} is undone while step {step} is the oldest in flight"
         assert not self._in_flight, "a step is undone while a later one is in flight"
         for share in shares:
-            if share.samples:
+            if share.samples and share.seq.state is not SequenceState.FINISHED:
                 share.seq.unsample()
+                if share.seq.state is SequenceState.WAITING and not share.seq.num_unread:  # preempted since
+                    self._enqueue(share.seq)
         for seq in reversed(self.running()):
             self._preempt(seq)
         self.counters.shortages += 1
@@ -302,10 +302,11 @@ class Scheduler:
         return self._limits.max_running - sum(seq.decodes for seq in self._running)
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """A placeholder can only be computed in the step right after the one that samples it. Where a grammar decides
-        which tokens may come next, it must be read first; where penalties count those before, they must have been."""
+        """A placeholder can only be computed in the step right after the one that samples it. Behind a draft, and where
+        a grammar decides which tokens may come, it must be read first; where penalties count those before, they must
+        have been."""
         params = seq.request.params
-        may_guess = seq.last_step == self._next_step - 1 and not params.grammar
+        may_guess = seq.last_step == self._next_step - 1 and not params.grammar and not seq.num_drafted
         may_guess &= seq.num_unread == 1 or not params.has_penalties
         return seq.state is SequenceState.RUNNING and (not seq.num_unread or may_guess)
 
@@ -317,6 +318,8 @@ class Scheduler:
         chunk rank before `seq`. If `seq` itself is the last, it goes; if it is alone, it can never fit, unless a
         token that wasn't read yet ends it."""
         while not self._tables.room(seq):
+            if self._speculation is not None and self._speculation.give_back():
+                continue
             victim = self._running[-1]
             if len(self._running) == 1:
                 if seq.num_unread:
@@ -329,27 +332,33 @@ class Scheduler:
                 return False
         return True
 
-    def _compute(
-        self, seq: Sequence, num_tokens: int, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]
-    ) -> None:
-        """Adds the next `num_tokens` of the sequence to the step."""
+    def _compute(self, seq: Sequence, num_tokens: int, step: Step, draft: tuple[int, ...] = ()) -> None:
+        """Adds the next `num_tokens` of the sequence to the step, and of `draft` what leaves a block for each other."""
         if num_tokens <= 0:
             return
-        budget.spend(num_tokens)
-        self._tables.grow(seq, num_tokens)
+        if draft:
+            room = self._tables.room(seq) - num_tokens - len(self._running) * self._block_tokens
+            draft = draft[: max(room, 0)]
+            self.counters.verifications += bool(draft)
+            self.counters.drafted_tokens += len(draft)
+        num_rows = num_tokens + len(draft)
+        step.budget.spend(num_rows)
+        self._tables.grow(seq, num_rows)
         start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
-        token_ids = tuple(seq.tokens[start:end])
+        token_ids = (*seq.tokens[start:end], *draft)
         samples = seq.advance(num_tokens)
+        seq.num_drafted = len(draft)
         seq.last_step = self._next_step
         seq.num_steps += 1
-        shares.append(_Share(seq, seq.num_preemptions, end, samples))
-        chunks.append(
+        step.shares.append(Share(seq, seq.num_preemptions, end, samples))
+        step.chunks.append(
             Chunk(
                 seq_id=seq.id,
                 token_ids=token_ids,
                 start=start,
                 block_ids=tuple(seq.block_ids),
-                logit_rows=rows_wanted(seq.request, num_tokens, samples),
+                logit_rows=tuple(range(num_rows)) if draft else rows_wanted(seq.request, num_tokens, samples),
+                num_draft=len(draft),
                 params=seq.request.params,
                 num_prompt_tokens=seq.num_prompt_tokens,
                 choice=seq.request.choice,
@@ -358,12 +367,12 @@ class Scheduler:
             )
         )
 
-    def _admit(self, budget: StepBudget, chunks: list[Chunk], shares: list[_Share]) -> None:
+    def _admit(self, step: Step) -> None:
         passed: list[Sequence] = []
         slots = self._free_slots()
         loads: list[Load] = []
         num_shared = -1
-        while budget.tokens and len(passed) <= _LOOK_AHEAD:
+        while step.budget.tokens and len(passed) <= _LOOK_AHEAD:
             seq = self._waiting.pop()
             if seq is None:
                 break
@@ -388,14 +397,14 @@ class Scheduler:
             is_first = seq.hit_tokens is None
             self._tables.admit(seq, chain)
             self._start(seq, is_first=is_first)
-            self._compute(seq, self._chunk_tokens(seq, budget), budget, chunks, shares)
+            self._compute(seq, self._chunk_tokens(seq, step.budget), step)
             loads.append(load)
             slots -= seq.decodes
             for other in passed:
                 other.num_overtaken += 1
         for seq in passed:
             self._waiting.put_back(seq)
-        self._may_admit = not passed or not budget.tokens
+        self._may_admit = not passed or not step.budget.tokens
 
     def _start(self, seq: Sequence, *, is_first: bool) -> None:
         insort(self._running, seq, key=lambda running: running.rank)
@@ -410,8 +419,15 @@ class Scheduler:
         self._tables.commit(seq, end_tokens)
         self._give_up(seq, seq.block_keys[before : len(seq.entries)])
 
-    def _read(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-        for token_id in token_ids:
+    def _read(self, seq: Sequence, token_ids: tuple[int, ...], *, is_current: bool) -> None:
+        """Takes in a sampled token, and those that a right draft let the step sample after it."""
+        num_drafted, seq.num_drafted = seq.num_drafted, 0
+        for index, token_id in enumerate(token_ids):
+            if index:
+                seq.accept(is_held=is_current)
+                self.counters.accepted_tokens += 1
+                if is_current:
+                    self._commit_blocks(seq, seq.computed_tokens)
             seq.read(token_id)
             self.counters.output_tokens += 1
             self._forecast.observe_token(seq.request, seq.num_known - seq.num_prompt_tokens)
@@ -422,15 +438,16 @@ class Scheduler:
                 self._forecast.observe_end(seq.request, seq.num_known - seq.num_prompt_tokens)
                 self._end(seq, reason)
                 return
+        if num_drafted and is_current:
+            self._tables.trim(seq)
         if seq.state is SequenceState.WAITING and not seq.num_unread:  # preempted while this step was in flight
             self._enqueue(seq)
 
-    def _pool_states(self, seq: Sequence, share: _Share, states: bytes | None) -> None:
+    def _pool_states(self, seq: Sequence, share: Share, states: bytes | None) -> None:
         """Takes in what a step brought of a vector; for one that was preempted meanwhile, nothing."""
-        is_current = share.num_preemptions == seq.num_preemptions
-        if states is not None and is_current:
+        if states is not None and share.is_current:
             seq.pool(states)
-        if share.samples and is_current:
+        if share.samples and share.is_current:
             self._end(seq, FinishReason.STOP)
         elif share.samples:
             seq.unsample()
@@ -450,6 +467,8 @@ class Scheduler:
         elif seq in self._waiting:
             self._waiting.remove(seq)
         del self._sequences[seq.id]
+        if self._speculation is not None:
+            self._speculation.forget(seq.id)
         seq.finish(reason, code, message)
         self._finished.append(seq)
         self._begin_forks(seq)

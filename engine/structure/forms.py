@@ -6,26 +6,29 @@ tokens down, plans and prepares the next step: whoever needs them waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import GrammarError
 from engine.request import Request
 from engine.sched.plan import StepPlan, StepResult
-from engine.structure.grammar import GrammarError
-from engine.structure.matchers import Grammars, Matcher
 from engine.text import TextModel
+
+if TYPE_CHECKING:
+    from engine.structure.matchers import Grammars, Matcher
 
 CODE = "grammar_not_usable"
 """Of an answer that ends because its grammar can't be compiled, or turned out too complex."""
 
 
-_Masks = dict[Matcher, NDArray[np.int32]]
+_Masks = dict["Matcher", NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,13 @@ class Forms:
         self._make: Callable[[], Grammars] | None = None
         if text is not None and eos_ids:
             tokenizer = text.tokenizer
-            self._make = lambda: Grammars(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+
+            def make() -> Grammars:
+                from engine.structure.matchers import Grammars  # its library is loaded with the first form
+
+                return Grammars(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+
+            self._make = make
         self._grammars: Grammars | None = None
         self._open: dict[str, Matcher] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # started with the first mask
@@ -101,8 +110,11 @@ class Forms:
         jobs = [] if self._ahead is None else [self._ahead]
         self._ahead = None
         begun = {matcher for job in jobs for matcher in job.matchers}
-        if missing := [matcher for matcher in wanted.values() if matcher not in begun]:
-            jobs.append(self._begin(self._grammars, missing))
+        drafts = {wanted[c.seq_id]: c.draft for c in plan.chunks if c.num_draft and c.seq_id in wanted}
+        if missing := [matcher for matcher in wanted.values() if matcher not in begun and matcher not in drafts]:
+            jobs.append(self._begin(missing, partial(_masks, self._grammars, missing)))
+        if drafts:
+            jobs.append(self._begin(drafts, partial(_window_masks, self._grammars, drafts)))
         return replace(plan, masks=_StepMasks(wanted, jobs))
 
     def follow(self, plan: StepPlan, result: StepResult) -> StepResult:
@@ -112,13 +124,15 @@ class Forms:
             return result
         matchers = {seq_id: self._open[seq_id] for seq_id in plan.masks}
         read = [seq_id for seq_id in matchers if seq_id in result.sampled]
-        self._grammars.push([matchers[seq_id] for seq_id in read], [result.sampled[seq_id][0] for seq_id in read])
+        for place in range(max((len(result.sampled[seq_id]) for seq_id in read), default=0)):
+            more = [name for name in read if place < len(result.sampled[name]) and not matchers[name].is_ended]
+            self._grammars.push([matchers[name] for name in more], [result.sampled[name][place] for name in more])
         for seq_id in matchers.keys() - result.sampled.keys():
             matchers[seq_id].look()
         going = [matchers[seq_id] for seq_id in read if not matchers[seq_id].is_ended]
         if going:
             entered = Event()
-            self._ahead = self._begin(self._grammars, going, entered)
+            self._ahead = self._begin(going, partial(_masks, self._grammars, going, entered))
             entered.wait()  # else the other thread waits for the GIL until this one has nothing left to do
         reasons = {seq_id: sentence(matcher.error) for seq_id, matcher in matchers.items() if matcher.error is not None}
         if not reasons:
@@ -127,15 +141,19 @@ class Forms:
             result, failed={**result.failed, **reasons}, codes={**result.codes, **dict.fromkeys(reasons, CODE)}
         )
 
-    def _begin(self, grammars: Grammars, matchers: Sequence[Matcher], entered: Event | None = None) -> _Job:
-        """Has masks made; `entered` is set when that begins."""
-        return _Job(frozenset(matchers), self._thread.submit(_masks, grammars, matchers, entered))
+    def _begin(self, matchers: Iterable[Matcher], make: Callable[[], _Masks]) -> _Job:
+        return _Job(frozenset(matchers), self._thread.submit(make))
 
 
-def _masks(grammars: Grammars, matchers: Sequence[Matcher], entered: Event | None) -> _Masks:
+def _masks(grammars: Grammars, matchers: Sequence[Matcher], entered: Event | None = None) -> _Masks:
+    """One row each. `entered` is set when this begins."""
     if entered is not None:
         entered.set()
-    return dict(zip(matchers, grammars.masks(matchers), strict=True))
+    return dict(zip(matchers, grammars.masks(matchers)[:, None], strict=True))
+
+
+def _window_masks(grammars: Grammars, drafts: Mapping[Matcher, Sequence[int]]) -> _Masks:
+    return dict(zip(drafts, grammars.window_masks(list(drafts), list(drafts.values())), strict=True))
 
 
 def sentence(reason: str) -> str:

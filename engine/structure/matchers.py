@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 from numpy.typing import NDArray
 
 from engine.structure.grammar import LIMITS, GrammarError, as_reason, to_grammar
@@ -33,20 +33,23 @@ class Vocabulary(Protocol):
 
 
 class Matcher:
-    """One answer's way through its grammar. `is_complete`: nothing may follow. `error`: why it can't go on, if so."""
+    """One answer's way through its grammar. `num_tokens` were read; nothing may follow the first `complete_at` of them.
+    `error`: why it can't go on, if so."""
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
-        self.is_complete = False
+        self.num_tokens = 0
+        self.complete_at: int | None = None
         self.error: str | None = None
 
     @property
     def is_ended(self) -> bool:
-        return self.is_complete or self.error is not None
+        return self.complete_at is not None or self.error is not None
 
     def push(self, token_id: int) -> None:
         """Reads a token of the answer."""
         self.state.consume_token(token_id)
+        self.num_tokens += 1
         self.look()
 
     def look(self) -> None:
@@ -57,7 +60,7 @@ class Matcher:
             reason = as_reason(self.state.get_error())
             self.error = "no answer can follow it" if reason.startswith("NoExtension") else reason
         else:
-            self.is_complete = True
+            self.complete_at = self.num_tokens
 
 
 class Grammars:
@@ -89,13 +92,29 @@ class Grammars:
             states = [matcher.state for matcher in matchers]
             self._executor.consume_token_par(list(zip(states, token_ids, strict=True)))
         for matcher in matchers:
+            matcher.num_tokens += 1
             matcher.look()
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
         """Bit t of row i, in little-endian words: whether token t may come next in answer i; 0 past the last. May run
         in another thread while these matchers are left alone."""
-        bits = np.full((len(matchers), (self.vocab_size + 31) // 32), -1, dtype=np.int32)
+        bits = self._all_allowed(len(matchers))
         fill_next_token_bitmask_par(self._executor, [(m.state, row) for row, m in enumerate(matchers)], bits)
+        return self._without_tail(bits)
+
+    def window_masks(self, matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
+        """For each answer, that has a draft, the masks of what may come next and after each of its tokens,
+        [1 + draft, words]; those behind a token that may not come are of no use. The matchers stay where they are."""
+        starts = np.cumsum([0, *(1 + len(draft) for draft in drafts)]).tolist()
+        bits = self._all_allowed(starts[-1])
+        asked = [(m.state, start, list(draft)) for m, start, draft in zip(matchers, starts, drafts, strict=False)]
+        fill_next_token_bitmask_par_with_draft_tokens(self._executor, asked, bits)
+        return np.split(self._without_tail(bits), starts[1:-1])
+
+    def _all_allowed(self, rows: int) -> NDArray[np.int32]:
+        return np.full((rows, (self.vocab_size + 31) // 32), -1, dtype=np.int32)
+
+    def _without_tail(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
         if self.vocab_size % 32:
             bits[:, -1] &= np.int32((1 << self.vocab_size % 32) - 1)
         return bits

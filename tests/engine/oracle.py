@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.request import FinishReason, Request, SamplingParams
 from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
+from engine.spec.verify import verified
 
 VOCAB = 50
 EOS = 0
@@ -97,25 +98,36 @@ class OracleRunner:
                 written.add(slot)
                 self.memory[slot] = token
 
-        sampled: dict[str, tuple[int, ...]] = {}
-        failed: dict[str, str] = {}
+        asked: list[tuple[list[int], Chunk]] = []
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.token_ids)
             history = [self.memory.get((chunk.block_ids[p // size], p % size), POISON) for p in range(end)]
             assert POISON not in history, f"{chunk.seq_id} reads a block that was freed or never written"
             assert history[chunk.start :] == ids[chunk.seq_id]
-            if not chunk.logit_rows:
-                continue
-            if self.fail_at.get(chunk.seq_id, -1) == end:
+            asked += [(history[: chunk.start + row + 1], chunk) for row in chunk.logit_rows]
+        drawn = iter(self.sample_all(asked))
+        sampled: dict[str, tuple[int, ...]] = {}
+        failed: dict[str, str] = {}
+        for chunk in [chunk for chunk in plan.chunks if chunk.logit_rows]:
+            known = self.verify(chunk.draft, [next(drawn) for _ in chunk.logit_rows])
+            if known:
+                sampled[chunk.seq_id] = known
+            else:
                 failed[chunk.seq_id] = "the logits are not finite"
-                continue
-            sampled[chunk.seq_id] = tuple(
-                self.sample(history[: chunk.start + row + 1], chunk) for row in chunk.logit_rows
-            )
         self.last_sampled = {name: tokens[-1] for name, tokens in sampled.items()}
         # a failed row leaves NaN behind; what is computed from it is thrown away when the failure is read
         self.last_sampled |= dict.fromkeys(failed, EOS)
         return StepResult(sampled, failed)
+
+    def sample_all(self, asked: Sequence[tuple[list[int], Chunk]]) -> list[int | None]:
+        """The tokens of a step's rows: what each reads, and of which chunk it is."""
+        return [
+            None if self.fail_at.get(chunk.seq_id) == len(history) else self.sample(history, chunk)
+            for history, chunk in asked
+        ]
+
+    def verify(self, draft: Sequence[int], sampled: Sequence[int | None]) -> tuple[int, ...]:
+        return verified(draft, sampled)
 
     def _resolve(self, seq_id: str, token_ids: Sequence[int]) -> list[int]:
         return [self.last_sampled[seq_id] if token == PLACEHOLDER else token for token in token_ids]

@@ -32,7 +32,7 @@ EXTRA = {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = make_tiny_model(tmp_path_factory.mktemp("models") / "fused", hidden=128, mlp=192, heads=4, kv_heads=2)
-    config = EngineConfig(model=str(model), num_blocks=200, threads=1, poison=True, reproducible=True)
+    config = EngineConfig(model=str(model), num_blocks=200, threads=1, poison=True, reproducible=True, spec="off")
     engine = Engine(config)
     yield engine
     engine.close()

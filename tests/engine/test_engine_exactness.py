@@ -26,7 +26,7 @@ BOUNDARIES = [edge + off for edge in (BLOCK, 2 * BLOCK, 4 * BLOCK) for off in (-
 
 
 def make_engine(model: Path, **changes: object) -> Engine:
-    settings = {"num_blocks": 200, "block_tokens": BLOCK, "poison": True, "threads": 1, **changes}
+    settings = {"num_blocks": 200, "block_tokens": BLOCK, "poison": True, "threads": 1, "spec": "off", **changes}
     return Engine(EngineConfig(model=str(model), weight_format="float32", kv_format="float32", **settings))
 
 

@@ -77,8 +77,9 @@ def test_stop_strings_count_across_the_cut(engine: Engine) -> None:
 
 def test_several_resume_among_new_ones_in_a_pool_that_preempts(tiny_model: Path, engine: Engine) -> None:
     config = EngineConfig(
-        model=str(tiny_model), weight_format="float32", kv_format="float32", num_blocks=14, step_tokens=9, threads=1
-    )
+        model=str(tiny_model), weight_format="float32", kv_format="float32", num_blocks=14, step_tokens=9, threads=1,
+        spec="off",
+    )  # fmt: skip
     requests = [
         Request(id=f"r{i}", prompt_ids=list(range(10, 30 + i)), params=replace(DRAWN, seed=i, ignore_eos=True))
         for i in range(8)

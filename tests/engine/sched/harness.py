@@ -11,6 +11,7 @@ from engine.cache.sequence import Sequence
 from engine.request import FinishReason, Request
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
+from engine.spec.speculation import Speculation
 from tests.engine.oracle import EOS, OracleRunner, answer
 
 
@@ -35,6 +36,7 @@ class Harness:
         prefix_cache: bool = True,
         hash_bytes: HashBytes = blake2b_128,
         next_use: Callable[[bytes], float] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         index = PrefixIndex(block_tokens=block_tokens, hash_bytes=hash_bytes) if prefix_cache else None
         self.scheduler = Scheduler(
@@ -45,6 +47,7 @@ class Harness:
             index=index,
             judge=ends_with_eos,
             next_use=next_use,
+            speculation=speculation,
         )
         self.runner = OracleRunner(block_tokens, num_blocks)
         self.step_tokens = step_tokens

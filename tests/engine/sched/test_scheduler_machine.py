@@ -1,4 +1,5 @@
-"""Random lives of a scheduler: adds, forks, steps at any depth, commits, aborts, preemptions, failing rows.
+"""Random lives of a scheduler: adds, forks, steps at any depth, commits, aborts, preemptions, failing rows; with drafts
+that are right now and then.
 
 After every operation the books are audited; every answer is compared with the one the request has alone; at the end
 nothing is left in the pool.
@@ -14,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from engine.cache.prefix import blake2b_128
 from engine.request import FinishReason
+from engine.spec.speculation import Speculation
 from tests.engine.oracle import answer, request
 from tests.engine.sched.harness import Harness
+from tests.engine.spec.guesser import Guesser
 
 STEMS = ([], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9, 9], [7] * 11)
 HASHES = (blake2b_128, lambda _data: b"same", lambda data: blake2b_128(data)[:1])
@@ -29,9 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         prefix_cache=st.sampled_from([True, True, True, False]),
         hash_bytes=st.sampled_from(HASHES),
+        right=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
     )
-    def start(self, **options: Any) -> None:
-        self.harness = Harness(**options)
+    def start(self, right: float | None, **options: Any) -> None:
+        self.guesser = Guesser(right or 0.0)
+        speculation = None if right is None else Speculation(self.guesser, is_gated=False)
+        self.harness = Harness(speculation=speculation, **options)
         self.added = 0
         self.failing: set[str] = set()
 
@@ -58,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if fails_at is not None:
             self.harness.runner.fail_at[made.id] = len(made.prompt_ids) + fails_at
             self.failing.add(made.id)
+        self.guesser.know(made)
         self.harness.add(made)
 
     @precondition(lambda self: self.harness.requests)
@@ -66,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         parent = self.harness.requests[data.draw(st.sampled_from(sorted(self.harness.requests)))]
         child = self.draw_request(parent.prompt_ids, parent.params.max_tokens, parent.salt, parent.lane, seed, True)
         self.harness.requests[child.id] = child
+        self.guesser.know(child)
         self.harness.scheduler.fork(parent.id, child)
         self.harness.check()
 

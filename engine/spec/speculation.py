@@ -1,0 +1,106 @@
+"""Joins proposer, measured odds and costs to what the scheduler asks for: the draft of each sequence in this step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from engine.cache.loans import Loans
+from engine.cache.sequence import Sequence as RunningSequence
+from engine.sched.plan import StepPlan
+from engine.spec.costs import StepCosts, seconds
+from engine.spec.gate import window_lengths
+from engine.spec.odds import Odds
+from engine.spec.proposer import Grades, Proposer
+
+MOST_SEQUENCES = 32
+"""More that run are a full batch: its steps compute as fast as they read, so a wrong draft costs what a right one
+brings, and looking for drafts costs too."""
+MOST_ROWS = 64
+"""Rows of a step with drafts."""
+MOST_DRAFT = 15
+_TRIAL_STEPS = 256
+"""Steps after which a proposer that isn't free is tried again, with one token."""
+_LOOK_STEPS = 16
+"""Steps after which those that overlap are read in between once, to look for drafts."""
+
+
+class Speculation:
+    """Not thread-safe. `is_gated` False, for tests and measurements: every proposal is drafted, whole."""
+
+    def __init__(self, proposer: Proposer, *, is_gated: bool = True) -> None:
+        self._proposer = proposer
+        self._is_gated = is_gated
+        self._odds = Odds(proposer.first_odds)
+        self._costs = StepCosts()
+        self._loans: Loans | None = None
+        self._has_drafted = False
+        self._steps = 0
+
+    def drafts(self, running: Sequence[RunningSequence], step_tokens: int) -> dict[str, tuple[int, ...]]:
+        """What may be computed on trial in a step of at most `step_tokens`, by sequence id: behind those that decode
+        and whose tokens are all known. All that decode still get their own token."""
+        if self._loans is not None and (self._loans.is_due or not running):
+            self._proposer.give_back()
+        if len(running) > MOST_SEQUENCES:
+            return {}
+        decodes = [seq for seq in running if seq.num_pending == 1]
+        sequences = [seq for seq in decodes if not seq.num_unread and seq.request.pooling is None]
+        num_decodes = len(decodes)
+        most_tokens = min(step_tokens, MOST_ROWS) - num_decodes
+        if not sequences or most_tokens <= 0:
+            return {}
+        fair = min(MOST_DRAFT, 2 * most_tokens // len(sequences))  # rather than long looks for what can't all be taken
+        most = [min(seq.max_outputs - seq.num_outputs - 1, fair) for seq in sequences]
+        for seq in sequences:
+            self._odds.look_back(seq)
+        grades = self._proposer.look(sequences, most)
+        if self._is_gated:
+            odds = [self._odds.of(seq.id, own) for seq, own in zip(sequences, grades, strict=True)]
+            cost = partial(seconds, self._costs.curve())
+            lengths = window_lengths(odds, num_decodes, most_tokens, cost, self._proposer.cost)
+            if not any(lengths) and not self._proposer.is_free:
+                lengths = self._trial(grades)
+        else:
+            lengths = [min(len(own), most_tokens // len(sequences)) for own in grades]
+        asked = [
+            max(length, min(len(own), self._proposer.is_free)) for length, own in zip(lengths, grades, strict=True)
+        ]
+        drafts: dict[str, tuple[int, ...]] = {}
+        for seq, own, length, found in zip(
+            sequences, grades, lengths, self._proposer.propose(sequences, asked), strict=True
+        ):
+            self._odds.note(seq, found, own)
+            if found[:length]:
+                drafts[seq.id] = found[:length]
+        self._has_drafted = bool(drafts)
+        return drafts
+
+    def wants_tokens(self, num_running: int) -> bool:
+        """Whether the step in flight should be read before the next one is planned, as drafts begin at known tokens."""
+        self._steps += 1
+        return num_running <= MOST_SEQUENCES and (self._has_drafted or self._steps % _LOOK_STEPS == 0)
+
+    def _trial(self, grades: Sequence[Grades]) -> list[int]:
+        self._steps += 1
+        first = next((index for index, own in enumerate(grades) if own), None)
+        return [int(index == first and self._steps % _TRIAL_STEPS == 0) for index in range(len(grades))]
+
+    def borrow(self, loans: Loans) -> None:
+        """From where the proposer may borrow blocks."""
+        self._loans = loans
+        self._proposer.borrow(loans)
+
+    def give_back(self) -> bool:
+        """Gives all borrowed blocks back. False: there were none."""
+        return self._proposer.give_back()
+
+    def observe(self, plan: StepPlan, took_s: float) -> None:
+        """A step took so long."""
+        if plan.num_tokens <= MOST_ROWS and all(chunk.is_decode for chunk in plan.chunks):
+            self._costs.observe(plan.num_tokens, took_s)
+
+    def forget(self, seq_id: str) -> None:
+        """The sequence ended."""
+        self._proposer.forget(seq_id)
+        self._odds.forget(seq_id)

@@ -1,0 +1,153 @@
+"""Drawn answers have the model's distribution, whatever is drafted: chi-square of whole answers against exact chances.
+
+A toy model's next token depends on the two before it. Each answer is one of VOCAB ** LENGTH, whose chances are worked
+out from the definition of temperature, filters, penalties and bias; answers are independent, so their counts are
+multinomial. With fixed seeds a test either always passes or never; for other seeds each raises a false alarm with odds
+of 1 in 1,000. Rules that accept what they shouldn't fail by far.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cache.sequence import Sequence as RunningSequence
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Request, SamplingParams
+from engine.sample.sampler import SampleRow, sample
+from engine.sched.plan import Chunk
+from engine.spec.ngram import NgramProposer
+from engine.spec.proposer import Proposer
+from engine.spec.speculation import Speculation
+from engine.spec.verify import verified
+from tests.engine.oracle import OracleRunner
+from tests.engine.spec.guesser import SimpleProposer
+
+VOCAB, LENGTH = 5, 4
+PROMPT = (0, 1, 2, 3, 4, 0, 2, 1, 0, 1)
+TABLE = np.random.default_rng(3).normal(0.0, 1.2, (VOCAB, VOCAB, VOCAB)).astype(np.float32)
+SETTINGS = {
+    "temperature": {"temperature": 1.0},
+    "filters": {"temperature": 0.8, "top_k": 4, "top_p": 0.9},
+    "penalties": {
+        "temperature": 1.4,
+        "min_p": 0.05,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((1, 0.7),),
+    },
+}
+
+
+class Toy(OracleRunner):
+    """The toy model with the engine's own sampler. `rule` says what a window yields."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(4, 400, vocab_size=VOCAB, eos_ids=frozenset())
+        self._rule = rule
+
+    def sample_all(self, asked: Sequence[tuple[list[int], Chunk]]) -> list[int | None]:
+        rows = [
+            SampleRow(chunk.params, len(history), chunk.choice, (), None, tuple(history), chunk.num_prompt_tokens)
+            for history, chunk in asked
+        ]
+        if not rows:
+            return []
+        return sample(torch.from_numpy(np.stack([TABLE[history[-2], history[-1]] for history, _ in asked])), rows)
+
+    def verify(self, draft: Sequence[int], sampled: Sequence[int | None]) -> tuple[int, ...]:
+        if self._rule == "second chance":  # a wrong one counts, if the next place's draw happens to be it
+            kept = list(sampled)
+            for place, token in enumerate(draft):
+                if kept[place] != token and kept[place + 1] == token:
+                    kept[place] = token
+            return verified(draft, kept)
+        if self._rule == "near enough":
+            near = [d if s is not None and abs(d - s) < 2 else s for d, s in zip(draft, sampled, strict=False)]
+            return verified(draft, [*near, sampled[-1]])
+        return verified(draft, sampled)
+
+
+class Habit(SimpleProposer):
+    """Stands for a draft model: proposes what is likely after the last token alone."""
+
+    def guess(self, seq: RunningSequence, length: int) -> tuple[int, ...]:
+        tokens = list(seq.tokens)
+        for _ in range(length):
+            tokens.append(int(TABLE[:, tokens[-1]].mean(axis=0).argmax()))
+        return tuple(tokens[len(seq.tokens) :])
+
+
+def chances(params: SamplingParams, tokens: Sequence[int]) -> np.ndarray:
+    """Of each next token, by definition."""
+    logits = TABLE[tokens[-2], tokens[-1]].astype(np.float64)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    outputs = Counter(tokens[len(PROMPT) :])
+    for token in set(tokens):
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        logits[token] -= params.frequency_penalty * outputs[token] + params.presence_penalty * (outputs[token] > 0)
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    weights[weights < params.min_p] = 0.0
+    order = np.argsort(-weights)
+    weights[order[params.top_k or VOCAB :]] = 0.0
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= params.top_p * weights.sum()]] = 0.0
+    return weights / weights.sum()
+
+
+def p_value(proposer: Proposer | None, setting: str, answers: int, *, rule: str = "exact") -> tuple[float, float]:
+    """Of the counts of so many answers; and how many draft tokens were accepted, of those drawn."""
+    params = [SamplingParams(max_tokens=LENGTH, seed=seed, **SETTINGS[setting]) for seed in range(answers)]
+    speculation = Speculation(proposer, is_gated=False) if proposer is not None else None
+    config = EngineConfig(model="", block_tokens=4, max_running=32, spec="off")
+    engine = Engine(config, runner=Toy(rule), speculation=speculation)
+    requests = (Request(id=str(i), prompt_ids=PROMPT, params=own) for i, own in enumerate(params))
+    counts = Counter(completion.token_ids for completion in engine.run(requests))
+    expected = {}
+    for answer in product(range(VOCAB), repeat=LENGTH):
+        share = 1.0
+        for place, token in enumerate(answer):
+            share *= chances(params[0], [*PROMPT, *answer[:place]])[token]
+        expected[answer] = share * answers
+    assert all(expected[answer] > 0 for answer in counts), "an answer that can't come"
+    common = [answer for answer, mean in expected.items() if mean >= 5]
+    rare = [answer for answer, mean in expected.items() if 0 < mean < 5]
+    cells = [(counts[answer], expected[answer]) for answer in common]
+    if rare:
+        cells.append((sum(counts[answer] for answer in rare), sum(expected[answer] for answer in rare)))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    stats = engine.stats()
+    halves = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves)), stats.accepted_tokens / stats.output_tokens
+
+
+PROPOSERS = {"ngram": NgramProposer, "habit": Habit}
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_few_answers_have_the_models_distribution(name: str) -> None:
+    p, accepted = p_value(PROPOSERS[name](), "penalties", 1_500)
+    assert p > 0.001 and accepted > 0.01
+
+
+@pytest.mark.parametrize("rule", ["second chance", "near enough"])
+def test_a_wrong_rule_is_found_out(rule: str) -> None:
+    p, _ = p_value(Habit(), "temperature", 2_000, rule=rule)
+    assert p < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_200_000_draws_have_the_models_distribution(name: str, setting: str) -> None:
+    p, accepted = p_value(PROPOSERS[name](), setting, 200_000 // LENGTH)
+    assert p > 0.001 and accepted > 0.01

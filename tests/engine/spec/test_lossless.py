@@ -1,0 +1,261 @@
+"""The real engine gives the same completions with drafts as without: every kind of request, in one batch, all limits.
+
+Drafts come from the look-up, and from a proposer that knows each answer and is right four times of five, so that
+windows are accepted wholly, in part and not at all. In the fused formats results are the same bit for bit, so log
+probabilities too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cache.sequence import Sequence as RunningSequence
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.request import Begun, Completion, FinishReason, Request, SamplingParams
+from engine.runner import ModelRunner
+from engine.spec.draft_model import DraftProposer
+from engine.spec.ngram import NgramProposer
+from engine.spec.speculation import Speculation
+from engine.structure.grammar import spec_of
+from engine.text import load_text
+from tests.engine.spec.guesser import SimpleProposer
+from tests.tiny import make_tiny_model
+
+DATA = Path(__file__).parents[2] / "data"
+DRAWN = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5, ignore_eos=True)
+GREEDY = replace(DRAWN, temperature=0.0, top_p=1.0)
+WORDS = ["late", "lost parcel", "refund asked", "refund refused", "thanks"]
+KINDS: dict[str, SamplingParams] = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "hot": replace(DRAWN, temperature=1.6, top_k=9, top_p=1.0, min_p=0.02, seed=2**62 + 1),
+    "until its end": replace(
+        DRAWN,
+        temperature=2.0,
+        top_p=1.0,
+        ignore_eos=False,
+        min_tokens=6,
+        max_tokens=60,
+        stop_token_ids=tuple(range(3, 99)),
+    ),
+    "penalties": replace(DRAWN, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3),
+    "greedy penalties": replace(GREEDY, frequency_penalty=0.4, repetition_penalty=1.1),
+    "bias": replace(DRAWN, logit_bias=((17, 3.0), (23, -50.0)), temperature=1.0),
+    "log probabilities": replace(DRAWN, logprobs=4),
+    "greedy log probabilities": replace(GREEDY, logprobs=2),
+    "one token": replace(GREEDY, max_tokens=1),
+    "two tokens": replace(GREEDY, max_tokens=2),
+    "a choice": replace(GREEDY, grammar=spec_of("choice", WORDS), ignore_eos=False),
+    "a drawn choice": replace(DRAWN, grammar=spec_of("choice", WORDS), ignore_eos=False, temperature=1.5),
+    "JSON": replace(GREEDY, grammar=spec_of("json", {"type": "array", "items": {"enum": WORDS}, "minItems": 2})),
+    "a drawn regex": replace(DRAWN, grammar=spec_of("regex", "([a-c]{2} ){3,9}end"), max_tokens=40, ignore_eos=False),
+}
+
+
+class Recorded(SimpleProposer):
+    """Knows the answers, by the ids of requests and the number of the choice."""
+
+    def __init__(
+        self, requests: Sequence[Request], right: float, answers: Mapping[str, Sequence[Sequence[int]]]
+    ) -> None:
+        super().__init__()
+        self._right = right
+        self._texts: dict[str, list[int]] = {}
+        for request in requests:
+            for number, token_ids in enumerate(answers[request.id]):
+                name = f"{request.id}\0{number}" if request.n > 1 else request.id
+                self._texts[name] = [*request.prompt_ids, *token_ids]
+
+    def guess(self, seq: RunningSequence, length: int) -> tuple[int, ...]:
+        known = self._texts[seq.id][len(seq.tokens) :][:length]
+        return tuple(t if self.random.random() < self._right else self.random.randrange(384) for t in known)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the shape that the fused CPU kernels serve."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "fused", hidden=128, mlp=192, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without its last layer."""
+    directory = tmp_path_factory.mktemp("models") / "small"
+    return make_tiny_model(directory, hidden=128, mlp=192, heads=4, kv_heads=2, layers=1)
+
+
+class World:
+    """Engines over one model."""
+
+    def __init__(self, model: Path, weights: str, kv: str) -> None:
+        self.config = EngineConfig(
+            model=str(model), weight_format=weights, kv_format=kv, num_blocks=300, threads=1, poison=True,
+            reproducible=True, spec="off",
+        )  # fmt: skip
+        self.text = load_text(model)
+        rng = random.Random(3)
+        stem = rng.choices(range(3, 384), k=40)
+        self.requests = [
+            Request(id=name, prompt_ids=stem[: 10 * (i % 5)] + rng.choices(range(3, 384), k=4 + 3 * i), params=params)
+            for i, (name, params) in enumerate(KINDS.items())
+        ]
+        self.requests.append(replace(self.requests[1], id="three answers", n=3))
+        (free,) = self.run([replace(self.requests[1], id="free")])
+        stops = (free.text[9:12], "not in it")  # ends inside a token, and perhaps inside a window
+        self.requests.append(replace(self.requests[1], id="stop string", params=replace(DRAWN, stop=stops)))
+        self.plain = self.run(self.requests)
+        self.answers = {request.id: self._answers(request) for request in self.requests}
+
+    def engine(self, speculation: Speculation | None = None, **changes: Any) -> Engine:
+        config = replace(self.config, **changes)
+        return Engine(config, runner=ModelRunner(config), text=self.text, speculation=speculation)
+
+    def run(
+        self, requests: Sequence[Request], speculation: Speculation | None = None, **changes: Any
+    ) -> list[Completion]:
+        engine = self.engine(speculation, **changes)
+        found = list(engine.run(requests))
+        engine.scheduler.check_integrity()
+        if speculation is not None:
+            assert engine.stats().drafted_tokens > engine.stats().accepted_tokens > 0
+        return found
+
+    def recorded(self) -> Speculation:
+        return Speculation(Recorded(self.requests, 0.8, self.answers), is_gated=False)
+
+    def _answers(self, request: Request) -> list[tuple[int, ...]]:
+        if request.n == 1:
+            return [self.plain[self.requests.index(request)].token_ids]
+        return [self.run([replace(request, n=1, choice=i)])[0].token_ids for i in range(request.n)]
+
+
+def assert_same(found: Sequence[Completion], plain: Sequence[Completion]) -> None:
+    """But for prefix hits, which depend on the schedule."""
+    for one, other in zip(found, plain, strict=True):
+        assert replace(one, usage=replace(one.usage, hit_tokens=other.usage.hit_tokens)) == other
+
+
+@pytest.fixture(scope="module", params=[("int8", "int8"), ("bf16", "bf16")], ids=["int8", "bf16"])
+def world(request: pytest.FixtureRequest, model: Path) -> Iterator[World]:
+    return World(model, *request.param)
+
+
+def test_the_plain_answers_are_worth_comparing(world: World) -> None:
+    ended = {c.request_id: c.finish_reason for c in world.plain}
+    assert set(ended.values()) == {FinishReason.STOP, FinishReason.LENGTH}
+    assert ended["stop string"] is ended["a choice"] is ended["until its end"] is FinishReason.STOP
+    assert len({c.token_ids for c in world.plain}) >= len(KINDS) - 1
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}],
+    ids=str,
+)
+def test_every_kind_of_request_ends_the_same(world: World, limits: dict[str, Any]) -> None:
+    assert_same(world.run(world.requests, world.recorded(), **limits), world.plain)
+
+
+def test_the_look_up_changes_nothing(world: World) -> None:
+    assert_same(world.run(world.requests, Speculation(NgramProposer(), is_gated=False)), world.plain)
+    assert_same(world.run(world.requests, spec="auto"), world.plain)
+
+
+def test_preempted_now_and_then(world: World) -> None:
+    for period in (2, 3, 5):
+        engine = world.engine(world.recorded())
+        for request in world.requests:
+            engine.add(request)
+        ended: dict[str, Completion] = {}
+        step = 0
+        while engine.has_work():
+            for index, seq in enumerate(engine.scheduler.running()):
+                if (index + step) % period == 0 and step < 20:
+                    engine.scheduler.preempt(seq.id)
+            step += 1
+            ended |= {c.request_id: c for c in engine.step().completions}
+        assert engine.stats().preemptions > 10
+        assert_same([ended[plain.request_id] for plain in world.plain], world.plain)
+
+
+def test_an_answer_that_another_engine_began_goes_on(world: World) -> None:
+    """Cut at any place, with drafts before it, behind it, or both."""
+    for cut in (1, 3, 8, 17):
+        begun = {
+            request.id: replace(request, resume_choices=tuple(Begun(own[:cut]) for own in world.answers[request.id]))
+            if request.n > 1
+            else replace(request, resume_ids=world.answers[request.id][0][:cut])
+            for request in world.requests
+            if request.params.logprobs is None
+        }
+        found = world.run(list(begun.values()), world.recorded())
+        assert_same(found, [plain for plain in world.plain if plain.request_id in begun])
+
+
+def test_a_draft_model_changes_nothing(world: World, small: Path) -> None:
+    runner = ModelRunner(world.config)
+    draft = ModelRunner(replace(world.config, model=str(small), poison=False), pool=runner.pool)
+    speculation = Speculation(DraftProposer(draft, world.config.block_tokens), is_gated=False)
+    engine = Engine(world.config, runner=runner, text=world.text, speculation=speculation)
+    assert_same(list(engine.run(world.requests)), world.plain)
+    assert engine.stats().accepted_tokens > 0
+    config = replace(world.config, spec="draft", draft=str(small))
+    engine = Engine(config, runner=ModelRunner(config), text=world.text)
+    assert_same(list(engine.run(world.requests)), world.plain)
+
+
+def test_a_model_that_cannot_draft_is_refused_in_a_sentence(world: World, tmp_path: Path) -> None:
+    sizes = {"hidden": 128, "mlp": 192, "heads": 4}
+    others = {
+        "has another vocabulary": make_tiny_model(tmp_path / "words", **sizes, kv_heads=2, vocab_size=320),
+        "as many and as wide": make_tiny_model(tmp_path / "heads", **sizes, kv_heads=4),
+        "layers at most as many": make_tiny_model(tmp_path / "layers", **sizes, kv_heads=2, layers=3),
+    }
+    for says, path in others.items():
+        config = replace(world.config, spec="auto", draft=str(path))
+        with pytest.raises(ConfigError, match=says):
+            Engine(config, runner=ModelRunner(config), text=world.text)
+    with pytest.raises(ConfigError, match="draft"):
+        replace(world.config, spec="draft")
+    with pytest.raises(ConfigError, match="heads"):
+        replace(world.config, spec="heads")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "every proposal"])
+def test_greedy_answers_of_a_real_model_to_real_prompts(default_model: Path, mode: str) -> None:
+    """Quotes, edits and tickets, few at a time so that drafts pay."""
+    text = load_text(default_model)
+    bodies = [
+        json.loads(line)["body"]
+        for name in ("copy", "tickets")
+        for line in (DATA / f"{name}.jsonl").open()
+        if line.strip()
+    ]
+    prompts = text.encode_prompts([text.render(body["messages"]) for body in bodies])
+    params = SamplingParams(max_tokens=96, temperature=0)
+    requests = [Request(id=str(i), prompt_ids=ids, params=params) for i, ids in enumerate(prompts)]
+    config = EngineConfig(
+        model=str(default_model),
+        weight_format="int8",
+        kv_format="int8",
+        num_blocks=2000,
+        max_running=6,
+        reproducible=True,
+    )
+    runner = ModelRunner(config)
+    plain = Engine(replace(config, spec="off"), runner=runner, text=text)
+    expected = list(plain.run(requests))
+    speculation = None if mode == "auto" else Speculation(NgramProposer(), is_gated=False)
+    engine = Engine(config, runner=runner, text=text, speculation=speculation)
+    assert_same(list(engine.run(requests)), expected)
+    assert engine.stats().accepted_tokens > 0 and engine.stats().steps < plain.stats().steps

@@ -125,4 +125,4 @@ def _stored_limit(stored: Quantization | None) -> Limit | None:
         return None
     if stored.bits == 4:
         return INT4
-    return FP8 if stored.layout == "scaled" else INT8
+    return FP8 if stored.is_float else INT8

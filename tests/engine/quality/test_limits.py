@@ -14,7 +14,7 @@ from engine.quality.limits import Limit, Part, Verdict, Word, kv_limit, weight_l
 from tests.engine.quality.made import made_quality
 
 FOUR = Quantization(layout="gptq", bits=4)
-FP8 = Quantization(layout="scaled", bits=8)
+FP8 = Quantization(layout="scaled", bits=8, is_float=True)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ FP8 = Quantization(layout="scaled", bits=8)
         ("bf16", FOUR, Limit(0.05, 1.04)),  # floats that were made of 4 bits are still 4 bits
         ("int8", FOUR, Limit(0.05, 1.04)),
         ("bf16", FP8, Limit(0.02, 1.01)),
+        ("int8", Quantization(layout="scaled", bits=8), Limit(0.01, 1.01)),
         ("fp8", FP8, Limit(0.02, 1.01)),
     ],
 )

@@ -71,16 +71,19 @@ class Judge:
             return found
         if self.origin is None:
             command = f"`batchsvc models eval {self.meta.path} --against MODEL` tells both"
-            return self._unmeasured(formats, f"nobody says which model it was made from; {command}")
+            self._tell_unknown(formats, f"nobody says which model it was made from; {command}")
+            return None
         try:
             return self._measured(formats, found_origin(self.origin, self._say))
         except ModelError as error:
-            return self._unmeasured(formats, str(error).rstrip("."))
+            self._tell_unknown(formats, str(error).rstrip("."))
+            return None
 
     def _measured(self, formats: Formats, base: Path) -> Quality | None:
         config, _ = open_model(self.meta.path)
         if BYTES_PER_PARAMETER * config.num_parameters > available_bytes():
-            return self._unmeasured(formats, "there is too little memory here to compare it with float32")
+            self._tell_unknown(formats, "there is too little memory here to compare it with float32")
+            return None
         self._say(f"Measuring once what {_spelled(formats)} costs {self.meta.name} in quality.")
         if self._reference is None or self._reference.meta.path != base:
             self._reference = None  # before the next one is there: two may be more than there is room for
@@ -89,7 +92,7 @@ class Judge:
         kept.store(self.meta, quality)
         return quality
 
-    def _unmeasured(self, formats: Formats, why: str) -> None:
+    def _tell_unknown(self, formats: Formats, why: str) -> None:
         self._say(f"What {_spelled(formats)} costs {self.meta.name} in quality isn't known: {why}.")
 
 

@@ -88,6 +88,10 @@ class Settings(BaseSettings):
     kv_format: Literal["auto", "int8", "bf16", "float32"] = Field(
         default="auto", description="format of the KV cache; auto: int8 where weights are int8 by auto, else bf16"
     )
+    force_format: bool = Field(
+        default=False,
+        description="serve formats whose cost in quality is over its limit; see `batchsvc models eval`",
+    )
     kv_bytes: int | None = Field(
         default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"
     )

@@ -10,6 +10,7 @@ import os
 import socket
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -94,7 +95,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
     _check_services(db, store)
     path = locate(settings.model)
     meta = read_meta(path)
-    formats = None if settings.engine == "fake" else _formats(settings, path)
+    formats, quality = (None, None) if settings.engine == "fake" else _formats(settings, path)
     engine = _fake_engine(settings, path) if formats is None else _engine(settings, path, formats)
     return EngineRun(
         settings,
@@ -105,6 +106,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
         digest=meta.digest,
         owner=new_owner(),
         formats=formats,
+        quality=quality,
     )
 
 
@@ -125,11 +127,14 @@ def _check_services(db: Database, store: ObjectStore) -> None:
     store.ensure_bucket()
 
 
-def _formats(settings: Settings, path: Path) -> Formats:
+def _formats(settings: Settings, path: Path) -> tuple[Formats, dict[str, Any]]:
+    """What the model is served in, and the verdict on it. Raises QualityError where that is refused."""
     from engine.quality.serving import resolve_formats
 
-    formats, _ = resolve_formats(str(path), settings.weight_format, settings.kv_format, _say)
-    return formats
+    formats, verdict = resolve_formats(
+        str(path), settings.weight_format, settings.kv_format, _say, force=settings.force_format
+    )
+    return formats, verdict.shown()
 
 
 def _say(sentence: str) -> None:

@@ -68,10 +68,12 @@ class EngineRun:
         digest: str,
         owner: str,
         formats: Formats | None = None,
+        quality: dict[str, Any] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.digest = digest
         self._formats = formats  # None: the fake engine has no weights
+        self._quality = quality
         self.owner = owner
         self._settings = settings
         self._db = db
@@ -154,7 +156,9 @@ class EngineRun:
         worker_queries.register(session, self.owner, self.digest)
         if self._formats is not None:
             weights, kv = self._formats
-            worker_queries.note_formats(session, self.digest, weight_format=weights, kv_format=kv)
+            worker_queries.note_formats(
+                session, self.digest, weight_format=weights, kv_format=kv, quality=self._quality
+            )
 
     def admit(self) -> None:
         """Use a ticket: blocks until there is room for a unit, then claims one."""

@@ -27,6 +27,17 @@ class Pinning(Protocol):
     def models(self) -> dict[str, Any] | None: ...
 
 
+class Served(Protocol):
+    """The columns of a model that say in which formats it is served."""
+
+    @property
+    def weight_format(self) -> str: ...
+    @property
+    def kv_format(self) -> str: ...
+    @property
+    def quality(self) -> dict[str, Any] | None: ...
+
+
 class ModelPin(NamedTuple):
     """A pinned model. `rates` are those of the batch's tier and of the standard tier."""
 
@@ -41,6 +52,11 @@ def pin_of(row: Pinning, model_id: str | None) -> ModelPin | None:
         return ModelPin(row.model_id or "", row.model_digest or "", row.rates) if row.rates else None
     pin = row.models.get(model_id or "")
     return None if pin is None else ModelPin(model_id or "", pin["digest"], pin["rates"])
+
+
+def formats_of(model: Served) -> dict[str, Any]:
+    """What is pinned of the formats that a model is served in: columns of a batch with one model."""
+    return {"weight_format": model.weight_format, "kv_format": model.kv_format, "quality": model.quality}
 
 
 def pins_of(row: Pinning) -> list[ModelPin]:

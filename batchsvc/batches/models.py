@@ -38,7 +38,7 @@ def register(
         row = Model(id=name, created_ms=now_ms())
         session.add(row)
     row.path, row.digest, row.context_tokens = path, digest, context_tokens
-    row.weight_format, row.kv_format = weight_format, kv_format
+    row.weight_format, row.kv_format, row.quality = weight_format, kv_format, None
     session.flush()
     return row
 

@@ -239,12 +239,12 @@ def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> Pin
         )
         rates = {"tier": asdict(tier), "standard": asdict(standard)}
         pin = ModelPin(model.id, model.digest, rates)
-        formats = {"weight_format": model.weight_format, "kv_format": model.kv_format}
+        formats = model_pins.formats_of(model)
         if batch.models is not None:
             batch.models = {**batch.models, model.id: {"digest": model.digest, "rates": rates, **formats}}
         else:
             batch.model_id, batch.model_digest, batch.rates = model.id, model.digest, rates
-            batch.weight_format, batch.kv_format = model.weight_format, model.kv_format
+            batch.weight_format, batch.kv_format, batch.quality = model.weight_format, model.kv_format, model.quality
     elif batch.quote_id is not None and model.digest != pin.digest:
         raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_changed")
     return PinnedModel(id=model.id, path=model.path, digest=pin.digest, rates=Rates(**pin.rates["tier"]))

@@ -45,7 +45,6 @@ def pins(session: Session, body: CreateBatch, row: Quote, input_sha256: str) -> 
     found = {pin.id: models.resolve(session, pin.id, {}) for pin in model_pins.pins_of(row)}
     _check_same(body, row, input_sha256, found)
     model = found.get(row.model_id or "")
-    formats = {} if model is None else {"weight_format": model.weight_format, "kv_format": model.kv_format}
     return {
         "quote_id": row.id,
         "price_version": row.price_version,
@@ -56,7 +55,7 @@ def pins(session: Session, body: CreateBatch, row: Quote, input_sha256: str) -> 
         "rates": row.rates,
         "models": None if row.models is None else {name: _pinned(pin, found[name]) for name, pin in row.models.items()},
         "plan_limits": row.plan_limits,
-        **formats,
+        **({} if model is None else model_pins.formats_of(model)),
     }
 
 
@@ -66,7 +65,7 @@ def _mode(row: Quote) -> str:
 
 def _pinned(pin: dict[str, Any], model: Model | None) -> dict[str, Any]:
     """What a batch pins of a model that was quoted."""
-    formats = {} if model is None else {"weight_format": model.weight_format, "kv_format": model.kv_format}
+    formats = {} if model is None else model_pins.formats_of(model)
     return {**{name: pin.get(name) for name in ("digest", "rates", "template_sha256")}, **formats}
 
 

@@ -115,6 +115,7 @@ def batch_object(
         "models": _models(row),
         "weight_format": row.weight_format,
         "kv_format": row.kv_format,
+        "quality": row.quality,
         "on_invalid": row.on_invalid,
         "name": row.name,
         "parent_batch_id": row.parent_batch_id,
@@ -153,6 +154,7 @@ def model_object(row: Model, target: Model | None, served: Mapping[str, int]) ->
         "digest": real.digest,
         "weight_format": real.weight_format,
         "kv_format": real.kv_format,
+        "quality": real.quality,
         "context_tokens": real.context_tokens,
         "alias_of": row.alias_of,
         "workers": served.get(real.digest, 0),
@@ -176,7 +178,7 @@ def _models(row: Batch) -> dict[str, Any] | None:
     """Of a batch whose lines name their models: what is pinned of each. Null: it has one."""
     if row.models is None:
         return None
-    shown = ("digest", "weight_format", "kv_format")
+    shown = ("digest", "weight_format", "kv_format", "quality")
     return {name: {key: pin.get(key) for key in shown} for name, pin in sorted(row.models.items())}
 
 

@@ -22,6 +22,7 @@ class Model(Base):
     context_tokens: Mapped[int] = mapped_column(Integer, default=0)
     weight_format: Mapped[str] = mapped_column(String(16), default="bf16")
     kv_format: Mapped[str] = mapped_column(String(16), default="bf16")
+    quality: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the verdict on these, when a worker has told it
     created_ms: Mapped[Millis]
 
 
@@ -66,6 +67,7 @@ class Batch(Base):
     model_digest: Mapped[str | None] = mapped_column(String(64))
     weight_format: Mapped[str | None] = mapped_column(String(16))
     kv_format: Mapped[str | None] = mapped_column(String(16))
+    quality: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the verdict on these, as the model had it
     price_version: Mapped[int] = mapped_column(Integer)  # the price book, pinned at creation
     rates: Mapped[dict[str, Any] | None] = mapped_column(
         Json

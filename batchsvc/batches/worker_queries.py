@@ -17,10 +17,13 @@ def register(session: Session, worker_id: str, model_digest: str) -> None:
     session.flush()
 
 
-def note_formats(session: Session, model_digest: str, *, weight_format: str, kv_format: str) -> None:
-    """Record what a worker really runs this model in: `/v1/models` shows it, and batches planned from now on pin it."""
+def note_formats(
+    session: Session, model_digest: str, *, weight_format: str, kv_format: str, quality: dict[str, Any] | None
+) -> None:
+    """Record what a worker really runs this model in, and what is known of its quality: `/v1/models` shows it, and
+    batches planned from now on pin it."""
     served = update(Model).where(Model.digest == model_digest)
-    session.execute(served.values(weight_format=weight_format, kv_format=kv_format))
+    session.execute(served.values(weight_format=weight_format, kv_format=kv_format, quality=quality))
 
 
 def beat(session: Session, worker_id: str, model_digest: str, *, is_draining: bool, stats: dict[str, Any]) -> None:

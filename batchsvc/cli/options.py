@@ -36,6 +36,10 @@ FromEnvOption = Annotated[
     bool,
     typer.Option("--from-env", help="The deployment of DATABASE_URL and the other settings, not a data directory."),
 ]
+ForceFormatOption = Annotated[
+    bool,
+    typer.Option("--force-format", help="Serve formats that are over their limits of quality, too (models eval)."),
+]
 BatchArgument = Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch (batch_...).")]
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")]
 
@@ -59,10 +63,24 @@ class ServerOptions:
         return select(self.data_dir, self.url, self.api_key, os.environ)
 
     def opened(
-        self, *, roles: tuple[Role, ...], purpose: str, model: str | None = None, needs_model: bool = False
+        self,
+        *,
+        roles: tuple[Role, ...],
+        purpose: str,
+        model: str | None = None,
+        needs_model: bool = False,
+        force_format: bool = False,
     ) -> AbstractContextManager[Session]:
         """A client of the service: see target.opened."""
-        return opened(self.target, self.console, roles=roles, purpose=purpose, model=model, needs_model=needs_model)
+        return opened(
+            self.target,
+            self.console,
+            roles=roles,
+            purpose=purpose,
+            model=model,
+            needs_model=needs_model,
+            force_format=force_format,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

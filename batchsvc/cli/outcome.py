@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from batchsvc.cli import formats
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import Exit, allowed_errors
 from batchsvc.cli.follow import clock
@@ -70,6 +71,8 @@ def summary(
         "Lines": f"{total:,}: {counts.get('completed', 0):,} answered, {failed:,} failed",
         "Tokens": f"{tokens_in:,} input, of them {cached:,} cached ({share}); {tokens_out:,} output",
     }
+    if ran_in := formats.told(batch):
+        says["Formats"] = ran_in
     if elapsed_s:
         earlier = (before or {}).get("usage") or {}
         new_in, new_out = tokens_in - earlier.get("input_tokens", 0), tokens_out - earlier.get("output_tokens", 0)

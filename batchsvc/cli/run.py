@@ -16,7 +16,7 @@ from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.exporting import wait_for_export
 from batchsvc.cli.follow import follow
 from batchsvc.cli.input_file import InputOptions, Source, endpoint_of, model_to_serve
-from batchsvc.cli.options import AllowErrorsOption, ServerOptions, grouped
+from batchsvc.cli.options import AllowErrorsOption, ForceFormatOption, ServerOptions, grouped
 from batchsvc.cli.prompt import Prompting, requests_of, schema_of
 from batchsvc.cli.target import Session, absolute_model
 from batchsvc.errors import InvalidRequestError
@@ -123,6 +123,7 @@ def run(
     prompting: Prompting,
     wanted: BatchOptions,
     allow_errors: AllowErrorsOption = None,
+    force_format: ForceFormatOption = False,
     server: ServerOptions,
 ) -> None:
     """Run a file of requests and write its results, in input order.
@@ -139,7 +140,7 @@ def run(
     with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
         job = Job.of(requests, prompting, wanted, label=source)
         needed = job.model or model_to_serve(target, requests)
-        with server.opened(roles=ALL, purpose="run", model=needed) as session:
+        with server.opened(roles=ALL, purpose="run", model=needed, force_format=force_format) as session:
             batch: dict[str, Any] | None = None
             try:
                 batch = job.start(session, console, goes_on=True, has_results=goal.has_results)

@@ -1,4 +1,4 @@
-"""A control process finds a batch's model in its own cache, wherever the cache of the operator lies."""
+"""Worker processes: where they find the model of a batch, and in which formats they serve one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from batchsvc.batches import models
 from batchsvc.batches.planning import PlanProgress
 from batchsvc.batches.tables import Model
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
 from batchsvc.settings import Settings
+from engine.errors import QualityError
 from engine.load import fetch
+from engine.load.meta import read_meta
+from engine.quality import kept
+from engine.quality.measure import Reference
 from tests.batchsvc.batches.planned import jsonl, line, make_planned
+from tests.engine.quality.made import made_quality
 from tests.tiny import make_tiny_model
-from workers.context import ControlRun
+from workers.context import ControlRun, open_engine_run
 
 
 def test_a_shipped_model_is_located_by_the_process_that_plans(
@@ -30,3 +38,28 @@ def test_a_shipped_model_is_located_by_the_process_that_plans(
     control.close()
     assert planned.batch(batch_id).status == "in_progress", planned.batch(batch_id).errors
     planned.db.dispose()
+
+
+def test_a_format_over_its_limit_serves_only_where_that_is_forced(
+    sqlite_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = make_tiny_model(tmp_path / "tiny")
+    monkeypatch.setattr(kept.platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+    monkeypatch.setattr(Reference, "compare", lambda self, *_: made_quality(against=self.meta.digest, kl=0.06))
+    changes = {"model": str(tiny), "weight_format": "int8", "threads": 1, "kv_bytes": 1 << 20}
+    settings = sqlite_settings.model_copy(update=changes)
+    migrate.upgrade(settings.database_url)
+    db = Database(settings.database_url)
+    with db.transaction() as session:
+        models.register(session, "tiny", str(tiny), digest=read_meta(tiny).digest, context_tokens=512)
+    with pytest.raises(QualityError, match=r"tiny isn't served in int8, where its mean KL is 0\.0600 .*force"):
+        open_engine_run(settings)
+    run = open_engine_run(settings.model_copy(update={"force_format": True}))
+    run.start()
+    with db.reading() as session:
+        row = session.get_one(Model, "tiny")
+        assert (row.weight_format, row.kv_format) == ("int8", "bf16")
+        assert row.quality is not None
+        assert (row.quality["verdict"], row.quality["weights"]["kl"]) == ("over", 0.06)
+    run.drain()
+    db.dispose()

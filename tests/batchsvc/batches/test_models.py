@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchsvc.batches import models
+from batchsvc.batches import models, queries, worker_queries
+from batchsvc.batches.schemas import model_object
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.errors import InvalidRequestError, NotFoundError
@@ -47,4 +48,23 @@ def test_names_and_aliases(database_url: str) -> None:
         ):
             with pytest.raises(InvalidRequestError):
                 wrong()
+    database.dispose()
+
+
+def test_what_a_worker_tells_of_formats_and_quality(migrated_url: str) -> None:
+    database = Database(migrated_url)
+    quality = {"verdict": "within", "weights": {"format": "int8", "kl": 0.005}}
+    digest = "aa" * 32
+    with database.transaction() as session:
+        models.register(session, "small", "/p", digest=digest, context_tokens=100)
+        models.alias(session, "gpt", "small")
+        worker_queries.note_formats(session, digest, weight_format="int8", kv_format="bf16", quality=quality)
+    with database.transaction() as session:
+        small, gpt = queries.model(session, "small"), queries.model(session, "gpt")
+        assert small is not None
+        assert gpt is not None
+        shown = [model_object(small, None, {}), model_object(gpt, small, {})]
+        assert [(row["weight_format"], row["quality"]) for row in shown] == [("int8", quality)] * 2
+        models.register(session, "small", "/q", digest="bb" * 32, context_tokens=100)
+        assert small.quality is None, "of other weights nothing is known"
     database.dispose()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchsvc.batches import planning
+from batchsvc.batches import planning, worker_queries
 from batchsvc.batches.planning import PlanProgress
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Unit, Window
@@ -38,10 +38,13 @@ def codes(planned: Planned, data: bytes, **changes: Any) -> list[tuple[str, int 
 
 def test_a_batch_gets_units_a_reservation_and_starts(planned: Planned) -> None:
     data = jsonl(line("a"), b"\n", line("b", "Another text", max_tokens=3), line("c", temperature=1))
+    with planned.db.transaction() as session:
+        served = {"weight_format": "int8", "kv_format": "bf16", "quality": {"verdict": "within"}}
+        worker_queries.note_formats(session, planned.text.meta.digest, **served)
     batch = planned.run(data)
     assert (batch.status, batch.total, batch.failed, batch.errors_total) == ("in_progress", 3, 0, 0)
     assert (batch.model_id, batch.model_digest) == ("tiny", planned.text.meta.digest)
-    assert (batch.weight_format, batch.kv_format) == ("bf16", "bf16")
+    assert (batch.weight_format, batch.kv_format, batch.quality) == ("int8", "bf16", {"verdict": "within"})
     assert batch.in_progress_ms is not None
     lines = planned.lines(batch.id)
     assert {number: (row[0], row[3]) for number, row in lines.items()} == {1: ("a", 8), 3: ("b", 3), 4: ("c", 8)}

@@ -9,10 +9,17 @@ from engine.errors import ConfigError
 
 GROUP_FORMATS = ("w8a16", "w4a16")
 """Weights of 8 or 4 bits in groups, as a quantized checkpoint has them; activations stay floating-point."""
-PLAIN_FORMATS = ("float32", "bf16", "int8")
+PLAIN_FORMATS = ("float32", "bf16", "int8", "fp8")
 """Formats that any model can be run in."""
 WEIGHT_FORMATS = (*PLAIN_FORMATS, *GROUP_FORMATS)
-KV_FORMATS = ("float32", "bf16", "int8")
+KV_FORMATS = ("float32", "bf16", "int8", "fp8")
+
+DEVICES = ("auto", "cpu", "cuda")
+"""What may be asked for; auto is a GPU that can run the formats, else the CPU."""
+
+
+SPEC_MODES = ("auto", "off", "ngram", "draft")
+"""What may propose tokens (engine/spec); auto is whatever there is, where it makes steps pay."""
 
 
 class Formats(NamedTuple):
@@ -39,8 +46,13 @@ class EngineConfig:
     `kv_bytes`       memory for KV; None: a share of what is free (engine/memory/plan.py explains its answer)
     `step_tokens`    most tokens computed in one step
     `max_running`    most sequences that decode in one step
+    `device`         one of DEVICES
+    `overlap`        plan the next step while this one runs; None: on a GPU
+    `graphs`         replay steps that only decode as CUDA graphs, on a GPU
     `threads`        CPU threads; None: all cores
     `reproducible`   the same tokens bit for bit whatever else is in the batch; None: where that costs nothing
+    `spec`           one of SPEC_MODES
+    `draft`          path of a smaller model of the same vocabulary that proposes tokens
     `prefix_cache`   off only in tests and measurements
     `poison`         overwrite freed blocks with NaN, so that a read of one is seen (tests)
     """
@@ -53,8 +65,13 @@ class EngineConfig:
     kv_bytes: int | None = None
     step_tokens: int = 2048
     max_running: int = 256
+    device: str = "auto"
+    overlap: bool | None = None
+    graphs: bool = True
     threads: int | None = None
     reproducible: bool | None = None
+    spec: str = "auto"
+    draft: str | None = None
     prefix_cache: bool = True
     poison: bool = False
 
@@ -70,4 +87,7 @@ class EngineConfig:
         check(self.kv_bytes is None or self.kv_bytes > 0, "kv_bytes", "above 0")
         check(self.step_tokens >= 1, "step_tokens", "at least 1")
         check(self.max_running >= 1, "max_running", "at least 1")
+        check(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
+        check(self.spec in SPEC_MODES, "spec", f"one of {', '.join(SPEC_MODES)}")
+        check(self.spec != "draft" or self.draft is not None, "draft", "a model, as spec is 'draft'")
         check(self.threads is None or self.threads >= 1, "threads", "at least 1")

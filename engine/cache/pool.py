@@ -7,7 +7,7 @@ On the wire (`export_blocks`), version 1, little-endian, whatever the layout in 
     4 bytes  length of the layout id, then the layout id (UTF-8)
     4 bytes  number of blocks n
     4 bytes  CRC-32 of the payload
-    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]; int8: each head's bytes as ScaledLayout has them
+    payload  [n][layers][K, V][kv_heads][block_tokens][head_dim]; int8, fp8: each head's bytes as ScaledLayout has them
 A pool takes in only bytes whose layout id equals its own.
 """
 
@@ -30,7 +30,7 @@ from engine.model.config import ModelConfig
 from engine.sched.plan import BlockCopy
 
 _MAGIC = b"BSKV\0\0\0\1"
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.int8}  # quantized: bytes
 
 
 def block_bytes(model: ModelConfig, kv_format: str, block_tokens: int) -> int:
@@ -42,7 +42,14 @@ class KVPool:
     """KV memory for `num_blocks` blocks. The memory is touched only when a block is first written."""
 
     def __init__(
-        self, model: ModelConfig, *, kv_format: str, block_tokens: int, num_blocks: int, layout: Layout
+        self,
+        model: ModelConfig,
+        *,
+        kv_format: str,
+        block_tokens: int,
+        num_blocks: int,
+        layout: Layout,
+        device: torch.device | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -51,8 +58,14 @@ class KVPool:
             f"/head_dim={model.head_dim}/block_tokens={block_tokens}"
         )
         self._layout = layout
-        self._k = _lazy_zeros((model.num_layers, num_blocks, *layout.k_shape), DTYPES[kv_format])
-        self._v = _lazy_zeros((model.num_layers, num_blocks, *layout.v_shape), DTYPES[kv_format])
+        self._k = _zeros((model.num_layers, num_blocks, *layout.k_shape), DTYPES[kv_format], device)
+        self._v = _zeros((model.num_layers, num_blocks, *layout.v_shape), DTYPES[kv_format], device)
+
+    def holds(self, model: ModelConfig, layout: Layout, kv_format: str) -> bool:
+        """Whether a block can also hold the KV of another model, in its first layers."""
+        k_shape, v_shape = tuple(self._k.shape), tuple(self._v.shape)
+        is_same = k_shape[2:] == tuple(layout.k_shape) and v_shape[2:] == tuple(layout.v_shape)
+        return is_same and self.layout_id.startswith(f"kv1/{kv_format}/") and model.num_layers <= k_shape[0]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer, each [blocks, *block]."""
@@ -78,7 +91,7 @@ class KVPool:
             torch.stack((self._layout.k_to_wire(k[ids]), self._layout.v_to_wire(v[ids])), dim=1)
             for k, v in zip(self._k, self._v, strict=True)
         ]
-        payload = torch.stack(layers, dim=1).contiguous().view(torch.uint8).numpy().tobytes()
+        payload = torch.stack(layers, dim=1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
         layout = self.layout_id.encode()
         head = struct.pack("<I", len(layout)) + layout + struct.pack("<II", len(ids), zlib.crc32(payload))
         return _MAGIC + head + payload
@@ -88,7 +101,7 @@ class KVPool:
         ids = self._ids(blocks)
         payload = self._checked(data, len(ids))
         shape = self._layout.k_to_wire(self._k[0, :1]).shape[1:]
-        flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self._k.dtype)
+        flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self._k.dtype).to(self._k.device)
         for index, layer in enumerate(flat.view(len(ids), len(self._k), 2, *shape).unbind(1)):
             self._k[index, ids] = self._layout.k_from_wire(layer[:, 0])
             self._v[index, ids] = self._layout.v_from_wire(layer[:, 1])
@@ -110,11 +123,13 @@ class KVPool:
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         assert all(0 <= block < self.num_blocks for block in blocks), "a block id lies outside the pool"
-        return torch.tensor(list(blocks), dtype=torch.int64)
+        return torch.tensor(list(blocks), dtype=torch.int64, device=self._k.device)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the system hands out at first write; torch.zeros would write, and so occupy, all of them."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """On the host their pages are handed out at first write; torch.zeros would write, and so occupy, all of them."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # scattered blocks: translating addresses costs as much as reading
         with contextlib.suppress(OSError):

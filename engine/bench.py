@@ -8,6 +8,8 @@ prompt_tokens   of all lines; cached_tokens of these were not computed (found in
 output_tokens   of all lines; output_tps is these over wall_s, total_tps prompt and output over wall_s
 decode_tps      output tokens of the steps that computed nothing but decodes, over the time of those steps
 mean_running    sequences a step
+spec            what may propose tokens (engine/spec): drafted_tokens were computed on trial, accepted_tokens were
+                right; accepted_per_verify is these over the windows that they came in, null without any
 kl              of the weights' format against float32 on held-out text (engine/quality/); null where it isn't known;
                 verdict on weights and KV: unquantized, within (their limits), unmeasured, or over (forced)
 roofline_ratio  the least time that the arithmetic and the memory reads of this workload could take, over wall_s
@@ -37,8 +39,8 @@ import numpy as np
 import torch
 
 from engine.cache.pool import block_bytes
-from engine.config import KV_FORMATS, WEIGHT_FORMATS, EngineConfig
-from engine.engine import Engine
+from engine.config import DEVICES, KV_FORMATS, SPEC_MODES, WEIGHT_FORMATS, EngineConfig
+from engine.engine import Engine, EngineStats
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.model.config import ModelConfig
@@ -92,10 +94,10 @@ def measure_rates(runner: ModelRunner) -> Rates:
     """Best of several: the model's own matrices with RATE_ROWS rows; 256 MiB of memory, by summing it."""
     rates = []
     for matrix in runner.matrices:
-        rows = runner.kernels.pack_rows(torch.randn(RATE_ROWS, matrix.num_columns))
+        rows = runner.kernels.pack_rows(torch.randn(RATE_ROWS, matrix.num_columns, device=runner.device))
         seconds = _best_of(partial(runner.kernels.linear, rows, matrix))
         rates.append(2 * RATE_ROWS * matrix.num_rows * matrix.num_columns / seconds)
-    big = torch.ones(64 << 20)
+    big = torch.ones(64 << 20, device=runner.device)
     return Rates(max(rates), big.nbytes / _best_of(big.sum))
 
 
@@ -152,10 +154,10 @@ def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None)
     completions: dict[str, Completion] = {}
     decode_s, decode_tokens = 0.0, 0
     while engine.has_work():
-        began, computed = time.perf_counter(), engine.stats().computed_tokens
+        began, settled = time.perf_counter(), _settled_tokens(engine.stats())
         output = engine.step()
         new_tokens = sum(map(len, output.new_tokens.values()))
-        if engine.stats().computed_tokens - computed == new_tokens:
+        if _settled_tokens(engine.stats()) - settled == new_tokens:
             decode_s, decode_tokens = decode_s + time.perf_counter() - began, decode_tokens + new_tokens
         completions |= {completion.request_id: completion for completion in output.completions}
     wall_s = time.perf_counter() - start
@@ -163,6 +165,11 @@ def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None)
     if failed:
         raise EngineError(f"{len(failed)} of {len(rows)} requests failed; the first says: {failed[0].error_message}")
     return Run(wall_s, rows, [len(row.members) for row in plan.rows], completions, decode_s, decode_tokens)
+
+
+def _settled_tokens(stats: EngineStats) -> int:
+    """Computed tokens but for those of drafts that were wrong."""
+    return stats.computed_tokens - stats.drafted_tokens + stats.accepted_tokens
 
 
 def measure(config: EngineConfig, name: str, path: Path, limit: int | None) -> dict[str, Any]:
@@ -206,11 +213,16 @@ def measure(config: EngineConfig, name: str, path: Path, limit: int | None) -> d
         "steps": stats.steps,
         "mean_running": round(stats.mean_running, 1),
         "preemptions": stats.preemptions,
+        "spec": config.spec,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "accepted_per_verify": _ratio(stats.accepted_tokens, stats.verifications),
         "trie_tokens": work.trie_tokens,
         "matmul_tflops": round(rates.matmul_flops / 1e12, 3),
         "read_gbps": round(rates.read_bytes / 1e9, 1),
         "least_s": round(least_s, 3),
         "roofline_ratio": round(least_s / run.wall_s, 3),
+        "device": runner.device.type,
         "threads": torch.get_num_threads(),
     }
 
@@ -232,6 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=None,
         help="the same tokens whatever else is in the batch (default: where that costs nothing)",
     )
+    parser.add_argument("--draft", help="a smaller model of the same vocabulary that proposes tokens")
+    parser.add_argument("--spec", default="auto", choices=SPEC_MODES, help="what may propose tokens")
+    parser.add_argument("--max-running", type=int, default=256, help="most sequences at once (1: one stream)")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="where to run")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
@@ -242,8 +258,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             model=path,
             weight_format=formats.weights,
             kv_format=formats.kv,
+            device=args.device,
             threads=args.threads,
             reproducible=args.reproducible,
+            spec=args.spec,
+            draft=None if args.draft is None else str(locate(args.draft, say=_say)),
+            max_running=args.max_running,
         )
         report = measure(config, args.model, args.workload, args.limit)
         shown = verdict.shown()
@@ -274,12 +294,18 @@ def _params(body: dict[str, Any], index: int) -> SamplingParams:
     )
 
 
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 2) if whole else None
+
+
 def _best_of(action: Callable[[], object], times: int = 7) -> float:
     """Least seconds one call took."""
     best = float("inf")
     for _ in range(times):
         start = time.perf_counter()
         action()
+        if torch.cuda.is_available():  # else there is nothing that runs beside this thread
+            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return best
 

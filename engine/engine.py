@@ -5,6 +5,9 @@
         result = runner.execute(plan)      engine/runner.py            tokens
         ended  = scheduler.commit(plan, result)                        and their end: engine/answer.py
 
+Where steps run beside this thread (a GPU), the next one is planned and launched before the last one is read: its tokens
+are placeholders till then. `EngineConfig.overlap` says it for any device.
+
 `add`, `abort` and `expect` may be called from any thread, all else from the one that steps. A step that memory doesn't
 suffice for is taken back and done again in smaller ones. A runner that raises anything else leaves the engine unusable:
 the exception goes to whoever stepped, who knows from `add` what was under way.
@@ -13,14 +16,15 @@ the exception goes to whoever stepped, who knows from `add` what was under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from time import perf_counter
+from typing import Protocol, cast
 
 from engine.answer import Answer
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.choices import Choices
 from engine.config import EngineConfig
-from engine.errors import EngineError, MemoryShortageError
+from engine.errors import EngineError, GrammarError, MemoryShortageError
 from engine.intake import Announcement, EngineStats, Intake, error_completion, refusal, run_requests
 from engine.pooling import PooledRequests, unit_vector
 from engine.request import (
@@ -34,8 +38,9 @@ from engine.request import (
 )
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
+from engine.spec.choose import speculation_for
+from engine.spec.speculation import Speculation
 from engine.structure import forms
-from engine.structure.grammar import GrammarError
 from engine.text import TextModel, load_text
 
 __all__ = ["Engine", "EngineStats", "Runner"]
@@ -61,11 +66,27 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
+class Launched(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Waits for it."""
+
+
+class OverlappingRunner(Runner, Protocol):
+    """One whose steps can be launched before the last one was read. `overlaps`: they run beside this thread."""
+
+    @property
+    def overlaps(self) -> bool: ...
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
 class Engine:
     """One model on one device. Raises ModelError or ConfigError when it can't be served.
 
     `scheduler` is open to read for tests and metrics. A `runner` given here is used with `text` as it is; without
-    one, both are loaded from `config.model`, and `say` is told what runs slower than it could.
+    one, both are loaded from `config.model`. A `speculation` given here takes the place of what `config.spec` says.
+    `say` is told what runs slower than it could.
     """
 
     def __init__(
@@ -74,8 +95,10 @@ class Engine:
         *,
         runner: Runner | None = None,
         text: TextModel | None = None,
+        speculation: Speculation | None = None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
+        self.device = "cpu"  # or "cuda": where steps run
         self._weight_bytes = self._block_bytes = 0
         if runner is None:
             from engine.runner import ModelRunner
@@ -84,6 +107,7 @@ class Engine:
             text.tokenizer.token_bytes(0)  # makes the table of all tokens, which the first answer would wait for
             model_runner = ModelRunner(config, say)
             runner, memory = model_runner, model_runner.memory
+            self.device = model_runner.device.type
             self._weight_bytes = memory.weight_bytes
             self._block_bytes = memory.kv_bytes // max(runner.num_blocks, 1)
         self._runner = runner
@@ -91,6 +115,7 @@ class Engine:
         self._vocab_size, self._context_tokens = runner.vocab_size, runner.context_tokens
         self._backlog = _BACKLOG_STEPS * config.max_running
         index = PrefixIndex(block_tokens=config.block_tokens, layout=runner.layout_id, model=runner.digest)
+        self._speculation = speculation or speculation_for(config, runner, text, say)
         self.scheduler = Scheduler(
             num_blocks=runner.num_blocks,
             block_tokens=config.block_tokens,
@@ -98,6 +123,7 @@ class Engine:
             max_running=config.max_running,
             index=index if config.prefix_cache else None,
             judge=self._judge,
+            speculation=self._speculation,
         )
         self._intake = Intake(
             lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
@@ -110,6 +136,9 @@ class Engine:
         self._output = StepOutput()
         self._is_broken = False
         self._say = say
+        self._overlapping = _overlapping(runner, config.overlap)
+        self._flight: tuple[StepPlan, Launched, float] | None = None  # launched and not read, and since when
+        self._landed_s = 0.0
 
     def add(self, request: Request) -> None:
         """Queues a request. One that can't be run ends as an error completion; raises RequestError only for an id
@@ -127,7 +156,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
-        return self._intake.has_work() or self.scheduler.has_work()
+        return self._intake.has_work() or self.scheduler.has_work() or self._flight is not None
 
     def num_unfinished(self) -> int:
         """Requests whose completion hasn't been handed out."""
@@ -140,10 +169,14 @@ class Engine:
         try:
             self._output = self._intake.take_held()
             self._take_in()
+            seen = self._land() if self._wants_tokens() else []
             plan = self.scheduler.schedule()
-            ended = self.scheduler.take_finished() if plan is None else self._execute(plan)
+            if self._overlapping is not None:
+                ended = seen + self._overlap(self._overlapping, plan)
+            else:
+                ended = self.scheduler.take_finished() if plan is None else self._execute(plan)
             self._complete(ended)
-            if ended and not self.scheduler.has_work():
+            if ended and not self.scheduler.has_work() and self._flight is None:
                 self.scheduler.check_integrity()
         except BaseException:
             self._is_broken = True
@@ -164,6 +197,7 @@ class Engine:
         if self._is_broken:
             return
         self._output = self._intake.take_held()
+        self._complete(self._land())  # an id may be given again at once, and is another's then
         self._take_in()
         for request_id in request_ids:
             self._abort(request_id)
@@ -189,6 +223,9 @@ class Engine:
             weight_bytes=self._weight_bytes,
             block_bytes=self._block_bytes,
             read_blocks=counters.read_blocks,
+            verifications=counters.verifications,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
         )
 
     def close(self) -> None:
@@ -197,15 +234,58 @@ class Engine:
 
     def _execute(self, plan: StepPlan) -> list[RunningSequence]:
         plan = self._forms.masked(plan)
+        start = perf_counter()
         try:
             result = self._runner.execute(plan)
         except MemoryShortageError:
             if not self.scheduler.undo(plan):
                 raise
-            self._say(f"Memory did not suffice for a step of {plan.num_tokens} tokens; the next ones are smaller.")
+            self._say_smaller(plan)
             return self.scheduler.take_finished()
+        if self._speculation is not None:
+            self._speculation.observe(plan, perf_counter() - start)
+        return self._commit(plan, result)
+
+    def _overlap(self, runner: OverlappingRunner, plan: StepPlan | None) -> list[RunningSequence]:
+        """Launches a step, then reads the one before it. The sequences that ended with that."""
+        if plan is None:
+            return self._land()
+        plan, launched_s = self._forms.masked(plan), perf_counter()
+        try:
+            flight = runner.launch(plan)
+        except MemoryShortageError:
+            ended = self._land()  # what was launched before still counts
+            if not self.scheduler.undo(plan):
+                raise
+            self._say_smaller(plan)
+            return ended + self.scheduler.take_finished()
+        ended = self._land()
+        self._flight = (plan, flight, launched_s)
+        return ended
+
+    def _land(self) -> list[RunningSequence]:
+        """Reads the step that was launched before, if there is one."""
+        if self._flight is None:
+            return self.scheduler.take_finished()
+        (plan, flight, launched_s), self._flight = self._flight, None
+        result = flight.result()
+        if self._speculation is not None:
+            began_s, self._landed_s = max(launched_s, self._landed_s), perf_counter()
+            self._speculation.observe(plan, self._landed_s - began_s)
+        return self._commit(plan, result)
+
+    def _wants_tokens(self) -> bool:
+        """Whether drafts may be worth more than planning ahead."""
+        if self._flight is None or self._speculation is None:
+            return False
+        return self._speculation.wants_tokens(self.scheduler.num_running)
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[RunningSequence]:
         self._logprobs = {seq_id: iter(found) for seq_id, found in result.logprobs.items()}
         return self.scheduler.commit(plan, self._forms.follow(plan, result))
+
+    def _say_smaller(self, plan: StepPlan) -> None:
+        self._say(f"Memory did not suffice for a step of {plan.num_tokens} tokens; the next ones are smaller.")
 
     def _take_in(self) -> None:
         for item in self._intake.take():
@@ -331,3 +411,11 @@ class Engine:
                 stopped_by=answer.stopped_by if reason is FinishReason.STOP else None,
             )
         )
+
+
+def _overlapping(runner: Runner, wanted: bool | None) -> OverlappingRunner | None:
+    """The runner, if its steps are to be launched before the last one was read."""
+    if wanted is False or not hasattr(runner, "launch"):
+        return None
+    able = cast(OverlappingRunner, runner)
+    return able if wanted or able.overlaps else None

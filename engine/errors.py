@@ -5,6 +5,8 @@ EngineError
 ├── ModelError           a model that can't be found, read or served; the worker stops with this sentence
 ├── QualityError         a format that costs a model more quality than it may; the worker stops with this sentence
 ├── MemoryShortageError  a step needs more memory than there is; a smaller one may do
+├── DeviceError          a GPU can't be used, or failed under way; the worker stops, and another one takes over
+├── GrammarError         a form that no answer can be given
 └── RequestError         a request that can't be run; costs that line alone
 """
 
@@ -29,6 +31,14 @@ class QualityError(EngineError):
 
 class MemoryShortageError(EngineError):
     """A step needs more memory than there is."""
+
+
+class DeviceError(EngineError):
+    """A GPU can't be used, or failed in the middle of a step: this process can't go on with it."""
+
+
+class GrammarError(EngineError):
+    """A form that no answer can be given; the message is a reason without a full stop."""
 
 
 class RequestError(EngineError):

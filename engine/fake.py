@@ -120,7 +120,7 @@ class FakeEngine:
         """As Engine.stats; there are no blocks and no prefix cache."""
         return EngineStats(
             waiting=len(self._waiting) + len(self._paused),
-            running=len(self._running),
+            running=sum(job.request.n for job in self._running.values()),  # as sequences, which an engine counts
             steps=self._steps,
             used_blocks=0,
             num_blocks=0,

@@ -4,6 +4,7 @@
     nan:WORD   a request whose prompt has this word comes out as no number
     die:WORD   the process ends by a segmentation fault when such a request has begun
     hang:N     after N tokens in all no more come, and no step returns
+    gpu:N      after N tokens in all the GPU fails
 
 A WORD of digits alone is a token id.
 """
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, DeviceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Faults:
     nan: str | None = None
     die: str | None = None
     hang: int | None = None
+    gpu: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Faults:
@@ -35,13 +37,16 @@ class Faults:
         words: dict[str, str] = {}
         for item in filter(None, text.split(";")):
             name, _, value = item.strip().partition(":")
-            if name in ("oom", "hang") and value.isdigit():
+            if name in ("oom", "hang", "gpu") and value.isdigit():
                 numbers[name] = int(value)
             elif name in ("nan", "die") and value:
                 words[name] = value
             else:
-                raise ConfigError(f"The fake engine knows no fault {item!r}, but oom:N, hang:N, nan:WORD and die:WORD.")
-        return cls(oom=numbers.get("oom"), hang=numbers.get("hang"), nan=words.get("nan"), die=words.get("die"))
+                raise ConfigError(
+                    f"The fake engine knows no fault {item!r}, but oom:N, hang:N, gpu:N, nan:WORD and die:WORD."
+                )
+        oom, hang, gpu = (numbers.get(name) for name in ("oom", "hang", "gpu"))
+        return cls(oom=oom, hang=hang, gpu=gpu, nan=words.get("nan"), die=words.get("die"))
 
     def has_room(self, num_sequences: int) -> bool:
         return self.oom is None or num_sequences <= self.oom
@@ -59,6 +64,8 @@ class Faults:
         """So many tokens were generated."""
         if self.hang is not None and num_tokens >= self.hang:
             threading.Event().wait()
+        if self.gpu is not None and num_tokens >= self.gpu:
+            raise DeviceError("The GPU failed in the middle of a step: CUDA error: an illegal memory access.")
 
 
 def _has(word: str | None, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> bool:

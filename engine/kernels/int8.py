@@ -44,7 +44,7 @@ def can_rotate(columns: int) -> bool:
 
 def rotate(x: Tensor) -> Tensor:
     """x [..., columns] float32 in the turned basis."""
-    turned = torch.matmul(x.view(*x.shape[:-1], -1, BLOCK), _hadamard())
+    turned = torch.matmul(x.view(*x.shape[:-1], -1, BLOCK), _hadamard().to(x.device))
     return turned.view(x.shape)
 
 

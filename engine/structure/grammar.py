@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.errors import EngineError
+from engine.errors import GrammarError as GrammarError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -35,10 +35,6 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbo
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS: JsonCompileOptions = {**JSON_FORM, "lenient": False, "coerce_one_of": False}
 _MAX_REASON_CHARS = 300
-
-
-class GrammarError(EngineError):
-    """A form that no answer can be given; the message is a reason without a full stop."""
 
 
 def spec_of(kind: str, value: Any) -> str:

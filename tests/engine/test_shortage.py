@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.device import errors_told
 from engine.engine import Engine
 from engine.errors import ConfigError, MemoryShortageError
 from engine.fake import FakeEngine
 from engine.faults import Faults
 from engine.request import FinishReason
-from engine.runner import _shortage_told
 from engine.sched.limits import StepLimits
 from engine.sched.plan import StepPlan, StepResult
 from tests.engine.oracle import OracleRunner, answer, request
@@ -81,14 +81,14 @@ def test_limits_stay_within_what_is_configured(steps: list[tuple[int, int]], goo
 )
 def test_what_torch_says_of_memory_is_understood(error: Exception | None) -> None:
     def run_short() -> None:
-        with _shortage_told():
+        with errors_told():
             if error is not None:
                 raise error
             torch.empty(1 << 60)
 
     with pytest.raises(MemoryShortageError):
         run_short()
-    with pytest.raises(RuntimeError, match="shape"), _shortage_told():
+    with pytest.raises(RuntimeError, match="shape"), errors_told():
         torch.zeros(2) @ torch.zeros(3, 1, 1, 5).reshape(7)
 
 
@@ -101,7 +101,9 @@ def test_the_fake_engine_can_be_short_of_memory_too() -> None:
 
 
 def test_faults_of_the_fake_engine_are_read_by_name() -> None:
-    assert Faults.parse("") == Faults() and Faults.parse("oom:8;nan:bad;hang:5") == Faults(oom=8, nan="bad", hang=5)
+    assert Faults.parse("") == Faults() and Faults.parse("oom:8;nan:bad;hang:5;gpu:6") == Faults(
+        oom=8, nan="bad", hang=5, gpu=6
+    )
     for text in ("oom", "oom:x", "nap:3", "die:"):
         with pytest.raises(ConfigError, match="fault"):
             Faults.parse(text)

@@ -22,17 +22,18 @@ TILE_ROWS = (16, 64)
 
 def keys_and_warps(rows: int, dim: int) -> tuple[int, int]:
     """Keys that a tile of `rows` query rows takes at a time, and its warps: scores and output fit the registers."""
-    return (64, 4) if dim <= 128 else (32, rows // 8)
+    return (64, 4) if dim <= 128 else (32, max(4, rows // 8))
 
 
 @triton.jit
 def attend(
-    q, k, v, k_scale, v_scale, lengths, tables, pieces, out, partial, state,
+    q, k, v, k_scale, v_scale, lengths, tables, pieces, out, partial, state, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """Program (piece, kv head). pieces int32 [n, 6]: first row, rows, first key, end of keys, offset in tables, slot of
-    its first row in `partial` or -1. partial float32 [slots, HEADS, DIM], state [slots, HEADS, 2]."""
+    its first row in `partial` or -1. partial float32 [slots, HEADS, DIM], state [slots, HEADS, 2]. A row sees its last
+    `window` keys, its own included; all, where that is 0."""
     head_size: tl.constexpr = BLOCK_TOKENS * (DIM + (4 if IS_SCALED else 0))
     group: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1)
@@ -47,13 +48,16 @@ def attend(
     at = (row * HEADS + head)[:, None] * DIM + d[None, :]
     is_cell = is_row[:, None] & is_dim[None, :]
     queries = tl.load(q + at, mask=is_cell, other=0.0)
-    seen = tl.minimum(tl.load(lengths + row, mask=is_row, other=0), end)  # keys before this one
+    length = tl.load(lengths + row, mask=is_row, other=0)
+    seen = tl.minimum(length, end)  # keys before this one
     last = tl.max(seen, axis=0)
+    low = tl.where(window > 0, length - window, 0)
+    low = tl.where(is_row, tl.maximum(low, begin), 2147483647)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM_SIZE), tl.float32)
-    for start in range(begin, last, KEYS):
+    for start in range(tl.min(low, axis=0), last, KEYS):
         n = start + tl.arange(0, KEYS)
         is_key = n < last
         block = tl.load(table + n // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
@@ -64,7 +68,8 @@ def attend(
         scale_at = (base + BLOCK_TOKENS * DIM) // 4 + n % BLOCK_TOKENS
         if IS_SCALED:
             score *= tl.load(k_scale + scale_at, mask=is_key, other=0.0)[None, :]
-        score = tl.where(n[None, :] < seen[:, None], score, float("-inf"))
+        is_seen = (n[None, :] < seen[:, None]) & (n[None, :] >= low[:, None])
+        score = tl.where(is_seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see none of these keys
         weight = tl.exp2(score - origin[:, None])

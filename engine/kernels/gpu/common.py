@@ -6,6 +6,7 @@ multiplies those, so operands are made float32 before each product there.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -54,3 +55,16 @@ def to_fp8(x, out):
         normal = bits.to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < 0.015625, rounded(x * 512.0) / 512.0, normal)
     return x.to(out.dtype.element_ty)
+
+
+@triton.jit
+def add_one(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+def prove(device: torch.device) -> None:
+    """Runs a kernel. Raises whatever the driver or its loader has against it."""
+    x = torch.zeros(1, dtype=torch.int32, device=device)
+    add_one[(1,)](x)
+    if x.item() != 1:
+        raise RuntimeError("a kernel gave a wrong sum")

@@ -1,19 +1,19 @@
 """Compiles every variant of every GPU kernel ahead of time, on any machine, and reads what each needs of the device.
 
-`python -m engine.kernels.gpu.compile [--json] [--kernel NAME]`: a row a variant; the exit code is 1 if one spills
-registers or needs more shared memory than the device has.
+`python -m engine.kernels.gpu.compile [--json | --table] [--kernel NAME] [--sample]`: a row a variant, or README's
+table; the exit code is 1 if one spills registers or needs more shared memory than the device has. Pairs that don't
+exist are rows too, with the reason. Nothing is taken from an earlier run: kernels go to a directory of this one.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,139 +23,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.gpu import attention, cache, groups, matmul, rowwise, sampling
+from engine.kernels.gpu.variants import ARCHES, Variant, samples, variants, why_unsupported
 
-ARCHES = (80, 89, 90)
 SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
 """Shared memory that one program may have."""
-FIRST_FP8 = 89
-"""The oldest architecture whose compiler knows e4m3."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A kernel for the types of its pointers and the values of its constants."""
-
-    kernel: str
-    dtype: str
-    head_dim: int
-    block: str
-    function: Any
-    types: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, int], ...]
-    warps: int = 4
-    stages: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What one variant needs on one architecture."""
+    """What one variant needs on one architecture; nothing, where that has no such variant (`unsupported` says why)."""
 
     kernel: str
     dtype: str
     head_dim: int
     block: str
     arch: str
-    registers: int
-    spills: int
-    shared_bytes: int
+    registers: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+    unsupported: str | None = None
 
-
-_KV = {"bf16": ("*bf16", 0), "int8": ("*i8", 1), "fp8": ("*fp8e4nv", 1)}
-_OUT = {"bf16": ("*bf16", rowwise.FLOAT), "int8": ("*i8", rowwise.INT8), "fp8": ("*fp8e4nv", rowwise.FP8)}
-
-
-def _types(**types: str) -> tuple[tuple[str, str], ...]:
-    return tuple(types.items())
-
-
-def _constants(**values: int) -> tuple[tuple[str, int], ...]:
-    return tuple(values.items())
-
-
-def _attention() -> Iterator[Variant]:
-    floats = {"k_scale": "*fp32", "v_scale": "*fp32"}
-    ints = {"lengths": "*i32", "tables": "*i32", "pieces": "*i32"}
-    results = {"out": "*fp32", "partial": "*fp32", "state": "*fp32"}
-    for (kv, (pointer, is_scaled)), dim, tile in itertools.product(_KV.items(), (64, 128, 256), attention.TILE_ROWS):
-        types = _types(q="*bf16", k=pointer, v=pointer, **floats, **ints, **results)
-        keys, warps = attention.keys_and_warps(tile, dim)
-        shape = _constants(HEADS=32, KV_HEADS=8, DIM=dim, DIM_SIZE=dim, BLOCK_TOKENS=16)
-        tiles = _constants(ROWS=tile, KEYS=keys, IS_SCALED=is_scaled)
-        yield Variant("attend", kv, dim, f"{tile}x{keys}", attention.attend, types, shape + tiles, warps)
-    for dim in (64, 128, 256):
-        types = _types(partial="*fp32", state="*fp32", slots="*i32", slot_ends="*i32", out="*fp32")
-        constants = _constants(HEADS=32, DIM=dim, DIM_SIZE=dim)
-        yield Variant("merge", "fp32", dim, "1", attention.merge, types, constants, 1)
-
-
-def _rows() -> Iterator[Variant]:
-    for (name, (pointer, form)), width in itertools.product(_OUT.items(), (576, 4096, 14336)):
-        size = triton.next_power_of_2(width)
-        shape, warps = _constants(WIDTH=width, SIZE=size, FORMAT=form), rowwise.warps_of_row(size)
-        out = {"out": pointer, "scale": "*fp32"}
-        types = _types(x="*fp32", delta="*bf16", weight="*fp32", **out, eps="fp32")
-        if width < 8192:
-            constants = (*shape, ("HAS_DELTA", 0))
-            yield Variant("norm_rows", name, 0, str(width), rowwise.norm_rows, types, constants, warps)
-        types = _types(x="*fp32", **out)
-        yield Variant("pack_rows", name, 0, str(width), rowwise.pack_rows, types, shape, warps)
-        types = _types(gate_up="*bf16", **out)
-        yield Variant("silu_mul", name, 0, str(width), rowwise.silu_mul, types, shape, warps)
-    for (kv, (pointer, _)), dim in itertools.product(_KV.items(), (64, 128, 256)):
-        types = _types(
-            qkv="*fp32",
-            cosine="*fp32",
-            sine="*fp32",
-            slots="*i64",
-            q="*bf16",
-            k=pointer,
-            v=pointer,
-            k_scale="*fp32",
-            v_scale="*fp32",
-            q_factor="fp32",
-        )
-        constants = _constants(HEADS=32, KV_HEADS=8, DIM=dim, HALF_SIZE=dim // 2, BLOCK_TOKENS=16, FORMAT=_OUT[kv][1])
-        yield Variant("store_qkv", kv, dim, "1", cache.store_qkv, types, constants, 1)
-
-
-def _matmuls() -> Iterator[Variant]:
-    sizes = {"num_rows": "i32", "num_columns": "i32", "width": "i32"}
-    scales = {"row_scale": "*fp32", "column_scale": "*fp32", "bias": "*fp32", "out": "*fp32"}
-    for (name, (pointer, form)), tile in itertools.product(_OUT.items(), matmul.TILES):
-        types = _types(rows=pointer, weight=pointer, **scales, **sizes)
-        flags = _constants(IS_INT8=form == rowwise.INT8, HAS_SCALES=form != rowwise.FLOAT, HAS_BIAS=0, ADDS=1)
-        constants = _constants(M=tile.rows, N=tile.columns, K=tile.depth) + flags
-        yield Variant("multiply", name, 0, str(tile), matmul.multiply, types, constants, tile.warps, tile.stages)
-    weights = {"codes": "*u8", "scale": "*fp32", "zero": "*u8"}
-    for bits, group in itertools.product((4, 8), (32, 64, 128)):
-        shape = _constants(K=min(group, 64), GROUP=group, BITS=bits, HAS_ZERO=1)
-        for m in (16, 64):
-            types = _types(rows="*bf16", **weights, bias="*fp32", out="*fp32", **sizes)
-            constants = (*_constants(M=m, N=64), *shape, *_constants(HAS_BIAS=0, ADDS=1))
-            block = f"{m}x64x{min(group, 64)}"
-            yield Variant("multiply_groups", f"int{bits}", 0, block, groups.multiply_groups, types, constants)
-        types = _types(**weights, out="*bf16", num_columns="i32", width="i32")
-        constants = (("N", 32), *shape)
-        yield Variant("dequantize", f"int{bits}", 0, f"g{group}", groups.dequantize, types, constants)
-
-
-def _sampling() -> Iterator[Variant]:
-    size = _constants(SIZE=sampling.CHUNK)
-    types = _types(logits="*fp32", masks="*i32", ids="*i64", width="i32", num_masked="i32", words="i32")
-    yield Variant("best_rows", "fp32", 0, str(sampling.CHUNK), sampling.best_rows, types, size, 8)
-    numbers = {"temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32", "min_ps": "*fp32", "draws": "*fp32"}
-    types = _types(logits="*fp32", ids="*i64", **numbers, width="i32")
-    yield Variant("sample_rows", "fp32", 0, str(sampling.CHUNK), sampling.sample_rows, types, size, 8)
-
-
-def variants() -> list[Variant]:
-    """All that the engine launches."""
-    return [*_attention(), *_rows(), *_matmuls(), *_sampling()]
-
-
-def is_supported(variant: Variant, arch: int) -> bool:
-    return variant.dtype != "fp8" or arch >= FIRST_FP8
+    @property
+    def fits(self) -> bool:
+        """Whether it runs as meant: nothing spilled, and no more shared memory than there is."""
+        return not self.spills and self.shared_bytes <= SHARED_BYTES[int(self.arch.removeprefix("sm_"))]
 
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:
@@ -173,15 +64,17 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills = _resources(built.asm["ptx"], built.asm["cubin"])
+    return _row(variant, arch, registers=registers, spills=spills, shared_bytes=built.metadata.shared)
+
+
+def _row(variant: Variant, arch: int, **needs: Any) -> Compiled:
     return Compiled(
         kernel=variant.kernel,
         dtype=variant.dtype,
         head_dim=variant.head_dim,
         block=variant.block,
         arch=f"sm_{arch}",
-        registers=registers,
-        spills=spills,
-        shared_bytes=built.metadata.shared,
+        **needs,
     )
 
 
@@ -214,33 +107,63 @@ def _tool(name: str, *arguments: str) -> str:
 
 def _compile_on(job: tuple[int, int]) -> Compiled:
     index, arch = job
-    return compile_variant(variants()[index], arch)
+    variant = variants()[index]
+    if why := why_unsupported(variant, arch):
+        return _row(variant, arch, unsupported=why)
+    return compile_variant(variant, arch)
 
 
-def compile_all(kernel: str | None = None, workers: int = 2) -> Iterator[Compiled]:
-    """Every supported variant, of one kernel or of all, on every architecture, in order."""
-    chosen = [(i, variant) for i, variant in enumerate(variants()) if kernel in (None, variant.kernel)]
-    jobs = [(i, arch) for i, variant in chosen for arch in ARCHES if is_supported(variant, arch)]
-    with ProcessPoolExecutor(workers) as pool:
+def _use_cache(folder: str) -> None:
+    triton.knobs.cache.dir = folder
+
+
+def compile_all(jobs: Sequence[tuple[int, int]], workers: int = 2) -> Iterator[Compiled]:
+    """Variants by their index, each on an architecture, in order."""
+    with (
+        tempfile.TemporaryDirectory(prefix="batchsvc-compile-") as folder,
+        ProcessPoolExecutor(workers, initializer=_use_cache, initargs=(folder,)) as pool,
+    ):
         yield from pool.map(_compile_on, jobs)
 
 
-def fits(row: Compiled) -> bool:
-    """Whether it runs as meant: nothing spilled, and no more shared memory than there is."""
-    return not row.spills and row.shared_bytes <= SHARED_BYTES[int(row.arch.removeprefix("sm_"))]
+def table(rows: Sequence[Compiled]) -> str:
+    """A line a kernel and type: the most registers, and shared KiB, of its variants on each architecture."""
+    lines = [
+        f"| kernel | type | variants | {' | '.join(f'sm_{arch}' for arch in ARCHES)} |",
+        f"| --- | --- | --- | {' | '.join('---' for _ in ARCHES)} |",
+    ]
+    for kernel, dtype in dict.fromkeys((row.kernel, row.dtype) for row in rows):
+        mine = [row for row in rows if (row.kernel, row.dtype) == (kernel, dtype)]
+        cells = []
+        for arch in ARCHES:
+            here = [row for row in mine if row.arch == f"sm_{arch}"]
+            ran = [row for row in here if not row.unsupported]
+            shared = max((row.shared_bytes for row in ran), default=0) / 1024
+            spills = sum(row.spills for row in ran)
+            said = f"{max((row.registers for row in ran), default=0)} / {shared:.0f}" if ran else "no fp8"
+            cells.append(said + (f", {spills} B spilled" if spills else ""))
+        lines.append(f"| {kernel} | {dtype} | {len({(r.head_dim, r.block) for r in mine})} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON object a variant")
+    parser.add_argument("--table", action="store_true", help="README's table")
     parser.add_argument("--kernel", choices=sorted({variant.kernel for variant in variants()}), help="only this one")
+    parser.add_argument("--sample", action="store_true", help="only the largest of each kernel and type, on one device")
     arguments = parser.parse_args()
-    failed = 0
-    for row in compile_all(arguments.kernel):
-        failed += not fits(row)
-        told = json.dumps(asdict(row)) if arguments.json else "  ".join(f"{value}" for value in asdict(row).values())
-        print(told, flush=True)
-    return int(failed > 0)
+    jobs = samples() if arguments.sample else [(i, arch) for i in range(len(variants())) for arch in ARCHES]
+    rows = []
+    for row in compile_all([job for job in jobs if arguments.kernel in (None, variants()[job[0]].kernel)]):
+        rows.append(row)
+        if arguments.json:
+            print(json.dumps(asdict(row)), flush=True)
+        elif not arguments.table:
+            print("  ".join(f"{value}" for value in asdict(row).values() if value is not None), flush=True)
+    if arguments.table:
+        print(table(rows))
+    return int(not all(row.fits for row in rows))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,28 @@ class Pieces:
         """Rows of partial results."""
         return len(self.slots)
 
+    @property
+    def most_rows(self) -> int:
+        """Of a piece."""
+        return int(self.pieces[:, 1].max())
+
+    @property
+    def arrays(self) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+        """All of them; `tables`, whose length means nothing to a kernel, is the last."""
+        return [self.pieces, self.slots, self.slot_ends, self.lengths, self.tables]
+
+    def padded(self, rows: int, pieces: int, slots: int) -> Pieces:
+        """The same work in arrays of these sizes: pieces of no rows, slots that nobody adds up, rows without keys."""
+        nothing = np.zeros((pieces - len(self.pieces), 6), np.int32)
+        nothing[:, 5] = -1
+        return Pieces(
+            tables=self.tables,
+            pieces=np.concatenate((self.pieces, nothing)),
+            slots=np.pad(self.slots, (0, slots - len(self.slots))),
+            slot_ends=np.pad(self.slot_ends, (0, rows - len(self.slot_ends)), mode="edge"),
+            lengths=np.pad(self.lengths, (0, rows - len(self.lengths))),
+        )
+
 
 def plan_pieces(
     sequences: list[SequenceSpan], block_tokens: int, *, most_rows: int, least_keys: int, wanted: int

@@ -76,14 +76,28 @@ def pack_rows(x, out, scale, WIDTH: tl.constexpr, SIZE: tl.constexpr, FORMAT: tl
 
 
 @triton.jit
-def silu_mul(gate_up, out, scale, WIDTH: tl.constexpr, SIZE: tl.constexpr, FORMAT: tl.constexpr):
-    """gate_up [rows, gate | up] -> silu(gate) * up [rows, WIDTH]."""
+def add_normed_rows(x, delta, weight, eps, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """x [rows, WIDTH] += RMSNorm of delta, both float32."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, SIZE)
+    is_inside = columns < WIDTH
+    at = row.to(tl.int64) * WIDTH + columns
+    value = tl.load(delta + at, mask=is_inside, other=0.0)
+    mean = tl.sum(value * value, axis=0) / WIDTH
+    value *= tl.rsqrt(mean + eps) * tl.load(weight + columns, mask=is_inside, other=0.0)
+    tl.store(x + at, tl.load(x + at, mask=is_inside, other=0.0) + value, mask=is_inside)
+
+
+@triton.jit
+def silu_mul(gate_up, out, scale, WIDTH: tl.constexpr, SIZE: tl.constexpr, FORMAT: tl.constexpr, IS_GELU: tl.constexpr):
+    """gate_up [rows, gate | up] -> silu(gate) * up [rows, WIDTH]; IS_GELU: gelu in its approximation by tanh."""
     row = tl.program_id(0)
     columns = tl.arange(0, SIZE)
     at = gate_up + row.to(tl.int64) * (2 * WIDTH) + columns
     gate = tl.load(at, mask=columns < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    put_row(gate / (1.0 + tl.exp(-gate)) * up, columns, out, scale, row, WIDTH, FORMAT, SIZE)
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate  # 2 sqrt(2 / pi)
+    put_row(gate / (1.0 + tl.exp(-slope)) * up, columns, out, scale, row, WIDTH, FORMAT, SIZE)
 
 
 def warps_of_row(size: int) -> int:

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.pool import KVPool
-from engine.kernels import reference
+from engine.kernels import fp8, reference
 from engine.kernels.gpu.pieces import Pieces, plan_pieces
 from engine.kernels.gpu.tier import GpuKernels
 from engine.kernels.int8 import quantize_rows
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.values import Product
 from engine.model.config import ModelConfig
+from engine.staging import Staging
 
 BLOCK = 16
 
@@ -34,7 +35,10 @@ def tier(config: ModelConfig, kv_format: str) -> GpuKernels:
     )  # fmt: skip
 
 
-def put(cache: torch.Tensor, cells: torch.Tensor, slots: torch.Tensor) -> None:
+QUANTIZERS = {"int8": quantize_rows, "fp8": fp8.quantize_rows}
+
+
+def put(cache: torch.Tensor, cells: torch.Tensor, slots: torch.Tensor, kv_format: str) -> None:
     """cells [n, kv heads, dim] into a cache as layout.py has it."""
     block, token, dim = slots // BLOCK, slots % BLOCK, cells.shape[-1]
     if cache.dtype != torch.int8:
@@ -42,7 +46,8 @@ def put(cache: torch.Tensor, cells: torch.Tensor, slots: torch.Tensor) -> None:
         return
     size = BLOCK * dim
     for head in range(cells.shape[1]):
-        values, scale = quantize_rows(cells[:, head])
+        values, scale = QUANTIZERS[kv_format](cells[:, head])
+        values = values.view(torch.int8)
         cache[:, head, :size].view(-1, BLOCK, dim)[block, token] = values
         cache.view(torch.float32)[block, head, size // 4 + token] = scale
 
@@ -62,20 +67,20 @@ class Filled:
         wanted = sorted({s.block_ids[p // BLOCK] * BLOCK + p % BLOCK for s in spans for p in range(s.length)})
         keys, values = torch.randn(2, len(wanted), kv_heads, dim)
         for cache, cells in ((self.k, keys), (self.v, values)):
-            put(cache, cells, torch.tensor(wanted))
-            if kv_format == "int8":
-                small, scale = quantize_rows(cells.reshape(-1, dim))
+            put(cache, cells, torch.tensor(wanted), kv_format)
+            if kv_format in QUANTIZERS:
+                small, scale = QUANTIZERS[kv_format](cells.reshape(-1, dim))
                 cells.copy_((small.float() * scale[:, None]).view(cells.shape))
         for slot, key, value in zip(wanted, keys, values, strict=True):
             self.keys[slot], self.values[slot] = key, value
         self.q = torch.randn(sum(s.num_rows for s in spans), heads, dim)
         self.spans, self.config = spans, config
 
-    def attended(self) -> torch.Tensor:
-        plan = self.op.plan_attention(self.spans)
-        return self.op.attend(self.q, self.k, self.v, plan).view(self.q.shape)
+    def attended(self, window: int = 0) -> torch.Tensor:
+        plan, _ = self.op.place(self.op.plan_attention(self.spans), [], Staging(torch.device("cpu")).send)
+        return self.op.attend(self.q, self.k, self.v, plan, window).view(self.q.shape)
 
-    def wanted(self) -> torch.Tensor:
+    def wanted(self, window: int = 0) -> torch.Tensor:
         """Row by row in float64; q is multiplied by log2 e beforehand, as `store_qkv` does."""
         out = torch.empty(self.q.shape, dtype=torch.float64)
         group = self.config.num_heads // self.config.num_kv_heads
@@ -84,9 +89,10 @@ class Filled:
             keys = torch.stack([self.keys[s] for s in slots]).double().repeat_interleave(group, 1)
             values = torch.stack([self.values[s] for s in slots]).double().repeat_interleave(group, 1)
             for i in range(span.num_rows):
-                seen = span.start + i + 1
-                scores = torch.einsum("hd,nhd->hn", self.q[span.row + i].double(), keys[:seen]) * np.log(2)
-                out[span.row + i] = torch.einsum("hn,nhd->hd", scores.softmax(1), values[:seen])
+                end = span.start + i + 1
+                seen = slice(max(0, end - window) if window else 0, end)
+                scores = torch.einsum("hd,nhd->hn", self.q[span.row + i].double(), keys[seen]) * np.log(2)
+                out[span.row + i] = torch.einsum("hn,nhd->hd", scores.softmax(1), values[seen])
         return out
 
 
@@ -118,10 +124,21 @@ def test_sequences_that_share_a_prefix() -> None:
     torch.testing.assert_close(filled.attended().double(), filled.wanted(), rtol=1e-4, atol=1e-4)
 
 
-def test_int8_keys_and_values() -> None:
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_keys_and_values_of_eight_bits(kv_format: str) -> None:
     torch.manual_seed(5)
-    filled = Filled(model(), "int8", spans_of(MIXED))
+    filled = Filled(model(), kv_format, spans_of(MIXED))
     torch.testing.assert_close(filled.attended().double(), filled.wanted(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 16, 37, 500])
+def test_rows_that_look_back_a_window(window: int) -> None:
+    """In pieces of a shared prefix, of splits and of prefills; some of them hold nothing that a row sees."""
+    torch.manual_seed(window)
+    sizes = [(128 + extra, 1) for extra in (0, 17)] + [(130, 9), (1100, 1)]
+    filled = Filled(model(), "float32", spans_of(sizes, shared_blocks=8))
+    filled.op._processors = 64
+    torch.testing.assert_close(filled.attended(window).double(), filled.wanted(window), rtol=1e-4, atol=1e-4)
 
 
 def test_a_long_sequence_alone_is_cut_and_merged() -> None:
@@ -168,36 +185,42 @@ def test_each_row_meets_each_of_its_keys_once(
     assert used == list(range(plan.num_slots)), "no slot is shared or left out"
 
 
-@pytest.mark.parametrize("kv_format", ["float32", "int8"])
-@pytest.mark.parametrize("dim", [32, 48])
-def test_what_is_behind_the_qkv_matmul(kv_format: str, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_format", "dim", "is_normed"),
+    [("float32", 32, False), ("int8", 32, False), ("fp8", 32, False), ("int8", 48, False), ("float32", 48, True)],
+)
+def test_what_is_behind_the_qkv_matmul(kv_format: str, dim: int, is_normed: bool) -> None:
     torch.manual_seed(8)
     config = model(dim=dim)
     op = tier(config, kv_format)
     pool = KVPool(config, kv_format=kv_format, block_tokens=BLOCK, num_blocks=3, layout=op.layout)
     k, v = pool.layer(0)
-    slots, angles = torch.tensor([3, 40, 16]), torch.rand(3, dim // 2)
-    qkv = torch.randn(3, 8 * dim)
-    q = op.store_qkv(Product(qkv), angles.cos(), angles.sin(), k, v, slots)
-    cells = qkv.view(3, 8, dim)
+    slots, angles = torch.tensor([3, -1, 16]), torch.rand(3, dim // 2)
+    qkv, weight = torch.randn(3, 8 * dim), torch.randn(2, dim) if is_normed else None
+    q = op.store_qkv(Product(qkv), angles.cos(), angles.sin(), k, v, slots, weight)
+    cells = qkv.view(3, 8, dim).clone()
+    if weight is not None:
+        for part, mine in ((slice(0, 4), weight[0]), (slice(4, 6), weight[1])):
+            cells[:, part] = reference.rms_norm(cells[:, part], mine, config.norm_eps, torch.float32)
     turned = reference.rope(cells[:, :6], angles.cos()[:, None], angles.sin()[:, None])
     torch.testing.assert_close(q, turned[:, :4] * (dim**-0.5 / np.log(2)))
     wanted_k, wanted_v = torch.zeros_like(k), torch.zeros_like(v)
-    put(wanted_k, turned[:, 4:], slots)
-    put(wanted_v, cells[:, 6:], slots)
+    kept = [0, 2]  # the row without a slot is written nowhere
+    put(wanted_k, turned[kept, 4:], slots[kept], kv_format)
+    put(wanted_v, cells[kept, 6:], slots[kept], kv_format)
     if kv_format == "float32":
         torch.testing.assert_close(k, wanted_k)
         assert torch.equal(v, wanted_v)
     size = BLOCK * dim
-    assert (k[..., :size].float() - wanted_k[..., :size].float()).abs().max() <= (kv_format == "int8") + 1e-5
-    if kv_format == "int8":
+    assert (k[..., :size].float() - wanted_k[..., :size].float()).abs().max() <= (kv_format != "float32") + 1e-5
+    if kv_format != "float32":
         scales = (cache.view(torch.float32)[..., size // 4 :] for cache in (k, wanted_k))
         torch.testing.assert_close(*scales)
 
 
 def test_blocks_travel_to_the_cpu_and_back() -> None:
     torch.manual_seed(7)
-    for kv_format in ("float32", "int8"):
+    for kv_format in ("float32", "int8", "fp8"):
         filled = Filled(model(), kv_format, spans_of([(0, 32)]))
         layout = filled.op.layout
         assert torch.equal(layout.k_from_wire(layout.k_to_wire(filled.k)), filled.k)

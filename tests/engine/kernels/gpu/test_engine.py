@@ -1,32 +1,95 @@
-"""A whole model on the GPU path, in the interpreter: the same tokens as in plain torch, step by step."""
+"""A whole engine on the GPU path, in the interpreter: the tokens that plain torch gives, in every format.
+
+Prompts share a prefix (groups), decodes are cut into several pieces of keys (merged), steps overlap, and those that
+only decode are recorded and replayed as CUDA graphs are.
+"""
+
+from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels import override
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kernels import Forward, override
+from engine.kernels.gpu.graphs import DecodeGraphs
 from engine.kernels.gpu.tier import GpuKernels
-from tests.engine.stepping import Stepper, make_runner
+from engine.kernels.torch_tier import TorchKernels
+from engine.load.weights import open_model
+from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
+from tests.engine.kernels.gpu.test_graphs import CPU, Replayed
+from tests.engine.quant.test_quantize import run_quantize
 
-PROMPTS = [[5, 6, 7], list(range(10, 50)), [5, 6, 7, 8, 9, 10, 11]]
+SHARED = [(7 * i + 3) % 380 + 3 for i in range(70)]
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=5, temperature=0.8, seed=3, top_k=50, top_p=0.95, ignore_eos=True)
+REQUESTS = [
+    *(Request(id=f"s{i}", prompt_ids=[*SHARED, 9 + i, 30 + i], params=GREEDY) for i in range(3)),
+    Request(id="own", prompt_ids=list(range(20, 61)), params=GREEDY),
+    Request(id="short", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=5, temperature=0.0, min_tokens=4)),
+]
+
+
+class Recording(GpuKernels):
+    """The GPU's tier as it is on a device of 24 processors, with graphs."""
+
+    def __init__(self, *arguments: object, **formats: object) -> None:
+        super().__init__(*arguments, **formats, device=CPU, dtype=torch.float32)
+        self._processors = 24
+        self.recorded: list[Replayed] = []
+
+    def graphs(self, forward: Forward, most_rows: int) -> DecodeGraphs:
+        def make() -> Replayed:
+            self.recorded.append(Replayed())
+            return self.recorded[-1]
+
+        return DecodeGraphs(forward, self, most_rows, make)
+
+
+class Float32(TorchKernels):
+    """Plain torch whose activations are float32 in every format, as the interpreter needs them."""
+
+    def __init__(self, *arguments: object, **formats: object) -> None:
+        super().__init__(*arguments, **formats)
+        self._dtype = torch.float32
+
+
+def answers(kernels: TorchKernels | GpuKernels, config: EngineConfig, requests: list[Request]) -> list[tuple[int, ...]]:
+    with override(kernels):
+        runner = ModelRunner(config)
+    assert runner.kernels is kernels
+    return [done.token_ids for done in Engine(config, runner=runner).run(requests)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_same_tokens_as_plain_torch(tiny_model: Path, weights: str) -> None:
-    plain = make_runner(tiny_model, weight_format=weights)
-    config = plain.model_config
-    gpu = GpuKernels(
-        config,
-        weight_format=weights,
-        kv_format="float32",
-        block_tokens=16,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("float32", "float32"), ("int8", "int8"), ("fp8", "fp8"), ("w4a16", "float32")]
+)
+def test_same_tokens_as_plain_torch(tmp_path: Path, tiny_model: Path, weights: str, kv: str) -> None:
+    path = tiny_model
+    if weights == "w4a16":
+        path = tmp_path / "w4"
+        run_quantize(tiny_model, path, symmetric=False)
+    model, _ = open_model(path)
+    formats = {"weight_format": weights, "kv_format": kv}
+    config = EngineConfig(
+        model=str(path), **formats, num_blocks=40, step_tokens=48, max_running=8, threads=1, overlap=True, device="cpu"
     )
-    wanted = Stepper(plain, PROMPTS, room=8).generate(4)
-    with override(gpu):
-        runner = make_runner(tiny_model, weight_format=weights)
-    assert runner.kernels is gpu
-    assert Stepper(runner, PROMPTS, room=8).generate(4) == wanted
+    gpu = Recording(model, **formats, block_tokens=16)
+    plain = Float32(model, **formats, block_tokens=16)
+    assert answers(gpu, config, REQUESTS) == answers(plain, config, REQUESTS)
+    assert sum(graph.replays for graph in gpu.recorded), "steps of decodes were replayed"
+
+
+@pytest.mark.slow
+def test_draws_are_those_of_the_definition_while_no_boundary_is_near(tiny_model: Path) -> None:
+    """Drawn on the device in float32, on the host in float64, from the same numbers."""
+    model, _ = open_model(tiny_model)
+    formats = {"weight_format": "float32", "kv_format": "float32"}
+    config = EngineConfig(model=str(tiny_model), **formats, num_blocks=40, threads=1, device="cpu")
+    requests = [Request(id=f"d{i}", prompt_ids=[5 + i, 6, 7], params=DRAWN) for i in range(2)]
+    gpu, plain = Recording(model, **formats, block_tokens=16), Float32(model, **formats, block_tokens=16)
+    assert answers(gpu, config, requests) == answers(plain, config, requests)

@@ -82,10 +82,21 @@ def test_a_row_of_zeros_stays_zero(form: int) -> None:
     assert form == rowwise.FLOAT or scale.item() == 0
 
 
-@pytest.mark.parametrize("width", [64, 160])
-def test_gate(width: int) -> None:
+@pytest.mark.parametrize(("width", "activation"), [(64, "silu"), (160, "silu"), (96, "gelu")])
+def test_gate(width: int, activation: str) -> None:
     torch.manual_seed(2)
     gate_up = torch.randn(4, 2 * width) * 4
     out, scale = outputs(4, width, rowwise.FLOAT, torch.float32)
-    rowwise.silu_mul[(4,)](gate_up, out, scale, WIDTH=width, SIZE=triton.next_power_of_2(width), FORMAT=rowwise.FLOAT)
-    torch.testing.assert_close(out, reference.silu_mul(gate_up))
+    rowwise.silu_mul[(4,)](
+        gate_up, out, scale,
+        WIDTH=width, SIZE=triton.next_power_of_2(width), FORMAT=rowwise.FLOAT, IS_GELU=activation == "gelu",
+    )  # fmt: skip
+    torch.testing.assert_close(out, reference.gated(gate_up, activation))
+
+
+def test_what_is_normed_before_it_is_added() -> None:
+    torch.manual_seed(4)
+    x, delta, weight = torch.randn(3, 96), torch.randn(3, 96) * 5, torch.randn(96)
+    wanted = x + reference.rms_norm(delta, weight, 1e-6, torch.float32)
+    rowwise.add_normed_rows[(3,)](x, delta, weight, 1e-6, WIDTH=96, SIZE=128)
+    torch.testing.assert_close(x, wanted)

@@ -39,13 +39,17 @@ def test_best_of_what_masks_allow(words: int) -> None:
     assert best(logits, masks) == reference.best(logits, masks).tolist()
 
 
-def draw(logits: torch.Tensor, draws: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[int]:
+def draw(
+    logits: torch.Tensor, draws: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, masks=None
+) -> list[int]:
     count = len(draws)
     ids = torch.full((count,), 12345)
-    numbers = [torch.full((count,), float(x)) for x in (temperature, top_p, min_p)]
+    numbers = torch.tensor([[temperature, top_p, min_p, x] for x in draws.tolist()])
+    given = torch.zeros(1, 1, dtype=torch.int32) if masks is None else masks
     sampling.sample_rows[(count,)](
-        logits.expand(count, -1).contiguous(), ids, numbers[0], torch.full((count,), top_k, dtype=torch.int32),
-        numbers[1], numbers[2], draws, logits.shape[-1], SIZE=256 if logits.shape[-1] < 300 else 512,
+        logits.expand(count, -1).contiguous(), given, ids, numbers, torch.full((count,), top_k, dtype=torch.int32),
+        logits.shape[-1], 0 if masks is None else len(masks), given.shape[1],
+        SIZE=256 if logits.shape[-1] < 300 else 512,
     )  # fmt: skip
     return ids.tolist()
 
@@ -74,6 +78,22 @@ def test_draws_follow_what_the_filters_keep(filters: dict[str, float]) -> None:
     wanted = torch.searchsorted(kept(logits, **filters).cumsum(0), draws.double(), right=True).tolist()
     found = draw(logits, draws, **filters)
     assert sum(a != b for a, b in zip(found, wanted, strict=True)) <= 1, "float32 may cross a boundary once"
+
+
+def test_draws_of_what_masks_allow() -> None:
+    """The first rows have masks, and draw as if nothing else were there; the last one has none."""
+    torch.manual_seed(3)
+    logits = torch.randn(200)
+    masks = torch.zeros(2, 7, dtype=torch.int32)
+    masks[0, [1, 5]] = 0x00010100
+    draws = torch.tensor([0.3, 0.5, 0.7])
+    allowed = torch.full((200,), float("-inf"))
+    for token in (40, 48, 168, 176):
+        allowed[token] = logits[token]
+    found = draw(logits, draws, masks=masks, top_k=3)
+    assert found[0] == torch.searchsorted(kept(allowed, top_k=3).cumsum(0), 0.3).item()
+    assert found[1] == -1, "nothing may come"
+    assert found[2:] == draw(logits, draws[2:], top_k=3)
 
 
 def test_a_draw_at_the_end_is_a_token_that_may_come() -> None:

@@ -1,0 +1,76 @@
+"""Whole engines on a random model: how long a workload takes from the first request to the last answer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kernels import override
+from engine.kernels.gpu.tier import GpuKernels
+from engine.ondevice.llama import LLAMA_8B, TOY, random_model
+from engine.ondevice.loads import Load
+from engine.ondevice.place import Place
+from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
+
+_WARM = 8  # sequences that compile kernels and record sizes before the clock starts
+
+
+class Whole:
+    """One model in one format; the weights stay while workloads come and go."""
+
+    def __init__(self, place: Place, weights: str, kv: str) -> None:
+        model = TOY if place.is_toy else LLAMA_8B
+        if place.is_toy:
+            kv = "float32" if kv == "bf16" else kv
+        self._place = place
+        self._config = EngineConfig(
+            model="",
+            weight_format=weights,
+            kv_format=kv,
+            num_blocks=64 if place.is_toy else None,
+            step_tokens=64 if place.is_toy else 8192,
+            max_running=512,
+            device="cpu" if place.is_toy else "cuda",
+            overlap=True,
+        )
+        kernels = None
+        if place.is_toy:
+            kernels = GpuKernels(
+                model,
+                weight_format=weights,
+                kv_format=kv,
+                block_tokens=16,
+                device=torch.device("cpu"),
+                dtype=place.dtype,
+            )
+        with override(kernels) if kernels is not None else nullcontext():
+            self._runner = ModelRunner(self._config, loaded=random_model(model, group=32 if place.is_toy else 128))
+        self._turn = 0
+
+    def run(self, load: Load, *, plans: bool = True) -> float:
+        """Seconds. Not `plans`: each sequence computes and reads its own copy of what they share."""
+        config = self._config if plans else replace(self._config, prefix_cache=False)
+        if not self._place.is_toy:
+            self._timed(config, replace(load, count=min(load.count, _WARM), output=min(load.output, 16)))
+        return self._timed(config, load)
+
+    def _timed(self, config: EngineConfig, load: Load) -> float:
+        self._turn += 1
+        engine = Engine(config, runner=self._runner)
+        params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
+        random = torch.Generator().manual_seed(self._turn)
+        tokens = torch.randint(3, self._runner.vocab_size, (load.count, load.prompt), generator=random)
+        tokens[:, : load.shared] = tokens[0, : load.shared]
+        requests = [Request(id=f"{i}", prompt_ids=ids, params=params) for i, ids in enumerate(tokens.tolist())]
+        self._place.wait()
+        start = time.perf_counter()
+        ended = sum(len(done.token_ids) for done in engine.run(requests))
+        self._place.wait()
+        assert ended == load.count * load.output, "every sequence gave all of its tokens"
+        return time.perf_counter() - start

@@ -88,7 +88,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
             BodyLimit("POST", "/v1/files", None),
             BodyLimit("POST", "/v1/uploads/[^/]+/parts", None),
             BodyLimit("POST", "/v1/batches", settings.max_inline_bytes),
-            BodyLimit("POST", "/v1/messages/batches", settings.max_inline_bytes),
+            BodyLimit("POST", "/v1/messages/batches", None),
         ],
     )
     errors.install(app)

@@ -18,8 +18,9 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError
+from batchsvc.sealing import Seals
 
-_SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY")
 _URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
     "database_url": ("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://"),
     "redis_url": ("redis://", "rediss://", "unix://"),
@@ -153,6 +154,11 @@ class Settings(BaseSettings):
         default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
     )
     seller_country: str = Field(
+    secret_key: str | None = Field(
+        default=None,
+        description="seals secrets of registered stores: 32 characters or more, or several such keys, the newest "
+        "first, separated by commas; the embedded stack makes its own",
+    )
         default="", pattern=r"^([A-Z]{2})?$", description="country of the seller (ISO 3166), such as DE"
     )
     seller_tax_id: str = Field(default="", max_length=64, description="tax id of the seller")
@@ -180,7 +186,9 @@ class Settings(BaseSettings):
     flush_s: float = Field(default=5, gt=0, description="longest time that finished lines wait for their part")
     flush_bytes: int = Field(default=1_048_576, ge=1, description="most bytes that wait for their part")
     poll_s: float = Field(default=2, gt=0, description="how often a worker with room claims without a ticket")
-    waiting_requests: int = Field(default=512, ge=1, description="requests that a worker holds beyond the running ones")
+    waiting_requests: int = Field(
+        default=512, ge=1, description="answers that a worker holds requests for beyond the running ones"
+    )
     spool_bytes: int = Field(
         default=64 * 1024 * 1024, ge=1024, description="most bytes of a spool bucket while merging"
     )
@@ -247,6 +255,12 @@ class Settings(BaseSettings):
     @classmethod
     def _names_a_zone(cls, value: str) -> str:
         try:
+    @field_validator("secret_key")
+    @classmethod
+    def _names_keys(cls, value: str | None) -> str | None:
+        Seals.of(value)  # raises ValueError
+        return value
+
             ZoneInfo(value)
         except (KeyError, ValueError, OSError) as error:
             raise ValueError("it must be a name of the IANA time zone database, such as Europe/Berlin") from error

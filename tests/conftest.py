@@ -121,6 +121,7 @@ def settings(database_url: str, redis_url: str, s3_server: servers.S3Server, buc
             "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
             "AWS_ACCESS_KEY_ID": s3_server.access_key,
             "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+            "BATCHSVC_SECRET_KEY": servers.SECRET_KEY,
             "BATCHSVC_BUCKET": bucket,
         }
     )

@@ -16,6 +16,8 @@ from sqlalchemy import create_engine, text
 
 from batchsvc.stack import services
 
+SECRET_KEY = "a key of tests that is long enough for a seal"
+
 
 @contextmanager
 def running(command: services.Command, is_ready: Callable[[], bool], name: str) -> Iterator[subprocess.Popen[bytes]]:

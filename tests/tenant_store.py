@@ -17,10 +17,12 @@ from batchsvc.files import store_service
 from batchsvc.files.store_schemas import RegisterStore
 from batchsvc.files.store_service import OwnStore
 from batchsvc.files.tables import TenantStore
+from batchsvc.sealing import Seals
 from batchsvc.store.foreign import Access, ForeignBucket
-from tests.servers import S3Server
+from tests.servers import SECRET_KEY, S3Server
 
 LOOPBACK = "127.0.0.0/8"
+SEALS = Seals.of(SECRET_KEY)
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Tenant:
 
     def register(self, db: Database, project: str, prefix: str = "", **changes: Any) -> TenantStore:
         body = RegisterStore(**self.registration(project, prefix, **changes))
-        return db.run(lambda session: store_service.register(session, body, OwnStore("ours", None)))
+        return db.run(lambda session: store_service.register(session, body, OwnStore("ours", None, SEALS)))
 
 
 @contextmanager

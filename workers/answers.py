@@ -109,6 +109,7 @@ def _response(answered: Answered) -> dict[str, Any]:
         "max_output_tokens": shown.get("max_output_tokens"),
         "metadata": {},
         "model": answered.model,
+        **({"service_tier": params["service_tier"]} if "service_tier" in params else {}),
         "output": [
             {
                 "type": "message",

@@ -65,6 +65,20 @@ def text_logprobs_of(found: Sequence[SpelledLogprob]) -> dict[str, Any]:
     }
 
 
+def warnings_of(answers: Sequence[Choice]) -> list[dict[str, str]]:
+    """What the line of these answers has to say of them: a logprob that is no number."""
+    numbers = (
+        number
+        for answer in answers
+        for one in answer.logprobs or ()
+        for number in (one.logprob, *(logprob for _, logprob in one.top))
+    )
+    if all(_said(number) is not None for number in numbers):
+        return []
+    says = "Some of the log probabilities are no numbers and stand as null: the engine's arithmetic went wrong there."
+    return [{"code": "logprobs_not_finite", "param": "logprobs", "message": says}]
+
+
 def _stop_of(answer: Choice) -> dict[str, Any]:
     """What ended an answer that a stop string or stop token ended, under vLLM's name for it."""
     return {} if answer.stopped_by is None else {"stop_reason": answer.stopped_by}

@@ -29,6 +29,7 @@ from engine.load.meta import read_meta
 from engine.text import load_text
 from workers.exporter import Exporter
 from workers.finalize import Finalizer
+from workers.importer import Importer
 from workers.plan import Planner
 from workers.pump import EngineLike
 from workers.reaper import Reaper
@@ -52,7 +53,8 @@ class ControlRun:
         _check_services(self._db, store)
         texts = lru_cache(maxsize=_TEXTS)(lambda path: load_text(locate(path)))
         plan_context = PlanContext(db=self._db, store=store, settings=settings, text_loader=texts)
-        self.planner = Planner(plan_context, self._db, self._dispatcher, owner)
+        self._importer = Importer()
+        self.planner = Planner(plan_context, self._db, self._dispatcher, owner, self._importer)
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
         self._courier = Courier(settings, self._db)
         self._exporter = Exporter(settings, self._db, store)
@@ -80,6 +82,7 @@ class ControlRun:
         """Let go of what is being merged, and end the reaper; another process, or the next start, goes on."""
         self._is_stopping = True
         self.reaper.stop()
+        self._importer.stop()
         self._courier.stop()
         self._exporter.stop()
 

@@ -1,18 +1,15 @@
 """Takes results into the stores of tenants: the output, the errors, and last a manifest that says what is there.
 
-The reaper's tick wakes a thread that hands out what is due to a few senders. Whoever reads the manifest finds all that
-it names, because it is written last, and for every end of a batch, so that nobody waits for what never comes. An
-exporter that dies leaves a lease that runs out and the ids of uploads that it had begun; whoever takes over ends these
-and writes everything again, under the same names and byte by byte the same.
+Whoever reads the manifest finds all that it names, because it is written last, and for every end of a batch, so that
+nobody waits for what never comes. An exporter that dies leaves a lease that runs out and the ids of uploads that it had
+begun; whoever takes over ends these and writes everything again, under the same names and byte by byte the same.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +34,7 @@ from batchsvc.settings import Settings
 from batchsvc.store.foreign import ForeignBucket
 from batchsvc.store.pieces import put_pieces
 from batchsvc.store.s3 import ObjectStore
-from workers.thread import WorkThread
+from workers.senders import Senders
 
 P = ParamSpec("P")
 
@@ -63,82 +60,26 @@ class _Results:
     files: list[tuple[str, File, int]]
 
 
-class Exporter:
-    """The exporters of one control process. `wake` is for every tick; `export_due` does all of it here and now."""
+class Exporter(Senders[ExportClaim]):
+    """The exporters of one control process."""
 
     def __init__(self, settings: Settings, db: Database, store: ObjectStore) -> None:
+        super().__init__("exports", _SENDERS)
         self._settings = settings
         self._db = db
         self._store = store
         self._owner = f"{socket.gethostname()}:exporter:{uuid.uuid4().hex}"
-        self._is_awake = threading.Event()
-        self._stopped = threading.Event()
-        self._busy = threading.Semaphore(_SENDERS)
-        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="export")
-        self._thread = WorkThread("exporter", self._run, self._crashed)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Look for what is due. Returns at once."""
-        self._is_awake.set()
-
-    def stop(self) -> None:
-        """End soon: what is on its way is given back, and another process goes on."""
-        self._stopped.set()
-        self._is_awake.set()
-        self._thread.join()
-        self._senders.shutdown()
-
-    def export_due(self) -> int:
-        """Make all exports that are due, one after the other. Returns how many attempts that were."""
-        made = 0
-        while (claimed := self._claim()) is not None:
-            self._attempt(claimed)
-            made += 1
-        return made
-
-    def _run(self) -> None:
-        while True:
-            self._is_awake.wait()
-            self._is_awake.clear()
-            if self._stopped.is_set():
-                return
-            try:
-                with self._db.reading() as session:
-                    due = export_queries.num_due(session)
-            except (DBAPIError, OSError) as error:
-                log.warning("exports.failed", **logs.where(error))
-                continue
-            for _ in range(min(due, _SENDERS)):
-                if not self._busy.acquire(blocking=False):
-                    break
-                self._senders.submit(self._send)
-
-    def _crashed(self, error: Exception) -> None:
-        log.error("exports.crashed", **logs.where(error))
-        self._thread = WorkThread("exporter", self._run, self._crashed)
-        if not self._stopped.is_set():
-            self._thread.start()
-
-    def _send(self) -> None:
-        """Make one export after the other until none is due."""
-        try:
-            while not self._stopped.is_set() and (claimed := self._claim()) is not None:
-                self._attempt(claimed)
-        except Exception as error:  # what it held comes back by its lease
-            log.warning("exports.failed", **logs.where(error))
-        finally:
-            self._busy.release()
+    def _look(self) -> int:
+        with self._db.reading() as session:
+            return export_queries.num_due(session)
 
     def _claim(self) -> ExportClaim | None:
-        with self._db.reading() as session:
-            if not export_queries.num_due(session):
-                return None
+        if not self._look():
+            return None
         return self._db.run(partial(export_queries.claim, owner=self._owner, lease_s=self._settings.lease_s))
 
-    def _attempt(self, claimed: ExportClaim) -> None:
+    def _serve(self, claimed: ExportClaim) -> int:
         renew = partial(export_queries.keep, claimed=claimed, lease_s=self._settings.lease_s)
         lease = KeptLease(lambda: self._db.run(renew), self._settings.renew_s)
         try:
@@ -157,6 +98,7 @@ class Exporter:
         except Exception as error:  # a server may answer anything
             log.warning("export.broken", batch=claimed.batch_id, **logs.where(error))
             self._failed(claimed, "The store's answer can't be understood.")
+        return 1
 
     def _failed(self, claimed: ExportClaim, reason: str, *, is_final: bool = False) -> None:
         state = self._db.run(partial(export_queries.fail, claimed=claimed, reason=reason, is_final=is_final))

@@ -1,23 +1,28 @@
 """Tasks `batch.plan` and `quote.plan`: one window a run, so that a long input never holds a control worker for itself.
 
 The work is in batchsvc/batches/planning.py and quote_planning.py. A run that leaves windows to plan sends the task
-again; a duplicate, or a run that was overtaken, changes nothing. For a batch that runs already the same task rebuilds
-what was found damaged of its plan (batchsvc/batches/repair.py).
+again; a duplicate, or a run that was overtaken, changes nothing. An input in a tenant's store is copied first, apart
+from the planners (workers/importer.py). For a batch that runs already the same task rebuilds what was found damaged of
+its plan (batchsvc/batches/repair.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import structlog
+from sqlalchemy import Select
 
-from batchsvc.batches import finalize_queries, quote_planning, unit_queries
+from batchsvc.batches import finalize_queries, plan_queries, quote_planning, quote_queries, unit_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.planning import PlanProgress, plan_next_window
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.repair import rebuild_next_window
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import Dispatcher
+from workers.importer import Importer
 
 log = structlog.get_logger(__name__)
 
@@ -25,8 +30,11 @@ log = structlog.get_logger(__name__)
 class Planner:
     """Plans batches and quotes, a window a call."""
 
-    def __init__(self, context: PlanContext, db: Database, dispatcher: Dispatcher, owner: str) -> None:
-        self._context = context
+    def __init__(
+        self, context: PlanContext, db: Database, dispatcher: Dispatcher, owner: str, importer: Importer
+    ) -> None:
+        self._context = replace(context, is_stopping=lambda: importer.is_stopped)
+        self._importer = importer
         self._db = db
         self._dispatcher = dispatcher
         self._owner = owner
@@ -37,6 +45,22 @@ class Planner:
         if rebuild_next_window(self._context, batch_id, self._owner):
             self._start(batch_id)
             return PlanProgress.DONE
+        return self._apart(plan_queries.foreign_input(batch_id), partial(self._plan, batch_id))
+
+    def quote(self, quote_id: str) -> PlanProgress:
+        """Plan the next window of a quote."""
+        return self._apart(quote_queries.foreign_input(quote_id), partial(self._quote, quote_id))
+
+    def _apart(self, project_of: Select[str], work: Callable[[], PlanProgress]) -> PlanProgress:
+        """Do this here, or on an importer's thread if its input isn't ours yet: then it is LOST here."""
+        with self._db.reading() as session:
+            project_id = session.scalar(project_of)
+        if project_id is None:
+            return work()
+        self._importer.take(project_id, work)
+        return PlanProgress.LOST
+
+    def _plan(self, batch_id: str) -> PlanProgress:
         progress = plan_next_window(self._context, batch_id, self._owner)
         log.info("batch.planned", batch=batch_id, progress=progress.name)
         follow: dict[PlanProgress, Callable[[str], None]] = {
@@ -47,8 +71,7 @@ class Planner:
         follow[progress](batch_id)
         return progress
 
-    def quote(self, quote_id: str) -> PlanProgress:
-        """Plan the next window of a quote."""
+    def _quote(self, quote_id: str) -> PlanProgress:
         progress = quote_planning.plan_next_window(self._context, quote_id, self._owner)
         log.info("quote.planned", quote=quote_id, progress=progress.name)
         if progress == PlanProgress.AGAIN:

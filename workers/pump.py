@@ -1,9 +1,9 @@
 """The loop beside the engine: sources give requests, the engine runs them, completions go back to their source.
 
 Two threads. The *engine thread* does nothing but `engine.step()`. The *pump thread* keeps the engine's waiting set
-filled (at most `waiting_requests` beyond the running ones, so that a better-ranked request never waits behind many)
-and hands out what ended; it waits for neither store nor database. What was generated for a request is kept until its
-completion was handed out, so that it can be saved. A crash of either thread ends the process, and so does an engine
+filled (at most `waiting_requests` answers beyond the running ones, so that a better-ranked request never waits behind
+many) and hands out what ended; it waits for neither store nor database. What was generated for a request is kept until
+its completion was handed out, so that it can be saved. A crash of either thread ends the process, and so does an engine
 that has work and gets nowhere: `failure` is the sentence for its last line.
 """
 
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
@@ -62,7 +62,8 @@ class Source(Protocol):
         """What the engine may expect under which name, or no longer (None), since the last call."""
 
     def take(self, room: int) -> list[Request]:
-        """At most `room` requests to run now; may fetch more work for the next call. Must not raise."""
+        """Requests to run now, until their answers are `room` or more; may fetch more work for the next call. Must not
+        raise."""
 
     def finish(self, completion: Completion) -> None:
         """One of its requests ended. It isn't called for requests that the source had aborted."""
@@ -72,6 +73,13 @@ class Source(Protocol):
 
 
 class Pump:
+class _Inside(NamedTuple):
+    """A request in the engine: whose it is, and how many answers it has."""
+
+    source: Source
+    answers: int
+
+
     """Joins one engine with its sources."""
 
     def __init__(
@@ -84,7 +92,7 @@ class Pump:
         self._waiting_requests = waiting_requests
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._inside: dict[str, Source] = {}  # requests in the engine, by id
+        self._inside: dict[str, _Inside] = {}  # requests in the engine, by id
         self._generated: dict[str, Growing] = {}  # new tokens of those that have any
         self._withdrawn: set[str] = set()  # taken out of the engine, but their tokens are wanted
         self._leaving: set[str] = set()  # those of them that the engine hasn't let go of yet
@@ -208,9 +216,9 @@ class Pump:
         while self._ended:
             completion = self._ended.popleft()
             with self._lock:
-                source = self._inside.pop(completion.request_id, None)
-            if source is not None:
-                source.finish(completion)
+                inside = self._inside.pop(completion.request_id, None)
+            if inside is not None:
+                inside.source.finish(completion)
             with self._lock:  # only now: a line is known as running, as finished, or for a moment as both
                 self._leaving.discard(completion.request_id)
                 if completion.request_id not in self._withdrawn:
@@ -219,7 +227,7 @@ class Pump:
     def _fill(self) -> None:
         for source in self._sources:
             with self._lock:
-                inside = len(self._inside)
+                inside = sum(request.answers for request in self._inside.values())
             for name, expectation in source.announce():
                 self._engine.expect(name, expectation)
             room = self._waiting_requests - max(0, inside - self._running())
@@ -232,7 +240,7 @@ class Pump:
 
     def _add(self, source: Source, request: Request) -> None:
         with self._lock:
-            self._inside[request.id] = source
+            self._inside[request.id] = _Inside(source, request.n)
         try:
             self._engine.add(request)
         except RequestError as error:

@@ -20,7 +20,7 @@ from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, format_dollars, line_cost_nanos
 from engine.request import Begun, Completion, Expectation, FinishReason, Pooling, Request, SamplingParams
 from workers import answers
-from workers.choices import REASONS, choices_of
+from workers.choices import REASONS, choices_of, warnings_of
 from workers.generated import Generated, joined
 
 # codes of requests that no engine could run
@@ -191,6 +191,7 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
     tokens = {"input_tokens": usage.prompt_tokens, "cached_tokens": cached, "output_tokens": usage.output_tokens}
     cost = line_cost_nanos(_rates(unit.rates, "tier"), **tokens)
     ident = f"{unit.batch_id}:{row.line_nos[member]}"
+    warnings = warnings_of(completion.answers)
     body = answers.body_of(
         answers.Answered(
             line_ident=part_file.line_ident(unit.batch_id, row.line_nos[member]),
@@ -214,7 +215,11 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
         standard_nanos=line_cost_nanos(_rates(unit.rates, "standard"), **tokens),
         steps=usage.steps,
         row=part_file.answer_row(
-            batch_id=unit.batch_id, line_no=row.line_nos[member], custom_id=row.custom_ids[member], body=body
+            batch_id=unit.batch_id,
+            line_no=row.line_nos[member],
+            custom_id=row.custom_ids[member],
+            body=body,
+            warnings=warnings,
         )
         if body is not None
         else part_file.success_row(
@@ -225,6 +230,8 @@ def _answer(unit: ClaimedUnit, row: UnitRow, member: int, completion: Completion
             created_s=unit.created_s,
             choices=choices_of(completion, row.params, ident=ident),
             system_fingerprint=fingerprint,
+            service_tier=row.params.get("service_tier"),
+            warnings=warnings,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
             completion_tokens=usage.output_tokens,

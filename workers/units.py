@@ -132,10 +132,10 @@ class UnitSource:
     def take(self, room: int) -> list[Request]:
         with self._changed:
             parked = sum(len(live.allowance.parked) for live in self._live.values() if live.allowance)
-            self._room = room - len(self._backlog) - parked
+            self._room = room - sum(row.row.num_answers for row in self._backlog) - parked
             self._changed.notify_all()
         requests: list[Request] = []
-        while len(requests) < room and not self._breaker.is_open and not self.is_draining:
+        while sum(request.n for request in requests) < room and not self._breaker.is_open and not self.is_draining:
             with self._changed:
                 if not self._backlog:
                     break

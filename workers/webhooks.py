@@ -1,33 +1,29 @@
-"""Sends webhooks: the reaper's tick wakes a thread that notes what is new and hands out what is due to senders.
+"""Sends webhooks: notes what is new, and makes the attempts that are due.
 
-A receiver has one sender at a time, in whichever process, and a sender one receiver: a slow one delays nobody else, and
-nothing here delays a repair. What a process was sending when it died is sent again by another when the lease is over.
+A receiver has one sender at a time, in whichever process, and a sender one receiver: a slow one delays nobody else.
+What a process was sending when it died is sent again by another when the lease is over.
 """
 
 from __future__ import annotations
 
 import random
 import socket
-import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import structlog
-from sqlalchemy.exc import DBAPIError
 
-from batchsvc import failpoints, logs
+from batchsvc import failpoints
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.offpeak import Night
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from batchsvc.egress import Egress
-from batchsvc.errors import ServiceError
 from batchsvc.outbound import Outbound
 from batchsvc.settings import Settings
 from batchsvc.webhooks import delivery_queries, notices, service
 from batchsvc.webhooks.delivery_queries import Claim
-from workers.thread import WorkThread
+from workers.senders import Senders
 
 _SENDERS = 8
 _TURN_S = 20.0  # how long a sender stays with one receiver while others wait
@@ -37,38 +33,20 @@ _FORGET_S = 600.0
 log = structlog.get_logger(__name__)
 
 
-class Courier:
-    """The senders of one control process. `wake` is for every tick; `send_due` does all of it here and now."""
+class Courier(Senders[Claim]):
+    """The senders of one control process."""
 
     def __init__(self, settings: Settings, db: Database) -> None:
+        super().__init__("webhooks", _SENDERS)
         self._db = db
         self._night = Night.from_settings(settings)
         self._habits = Habits.from_settings(settings)
         self._outbound = Outbound(Egress.parse(settings.egress_allow), settings.webhook_timeout_s)
         self._lease_s = settings.webhook_timeout_s + _LEASE_S
         self._owner = f"{socket.gethostname()}:courier:{uuid.uuid4().hex}"
-        self._is_awake = threading.Event()
-        self._stopped = threading.Event()
-        self._busy = threading.Semaphore(_SENDERS)
-        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="webhook")
         self._next_forget_s = 0.0
-        self._thread = WorkThread("courier", self._run, self._crashed)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Look for what is new and due. Returns at once."""
-        self._is_awake.set()
-
-    def stop(self) -> None:
-        """End when the attempts that are being made have."""
-        self._stopped.set()
-        self._is_awake.set()
-        self._thread.join()
-        self._senders.shutdown()
-
-    def note(self) -> None:
+    def _look(self) -> int:
         """Put into the outbox what is new, and give what is in it to those who want it."""
         notices.note(self._db, self._night, self._habits)
         with self._db.reading() as session:
@@ -79,53 +57,15 @@ class Courier:
             self._next_forget_s = monotonic_s() + _FORGET_S
             self._db.run(delivery_queries.give_up_old)
             self._db.run(delivery_queries.forget_old)
+        return self._num_due()
 
-    def send_due(self) -> int:
-        """Make all attempts that are due, one after the other. Returns how many."""
-        self.note()
-        made = 0
-        while (claimed := self._claim()) is not None:
-            made += self._serve(claimed)
-        return made
-
-    def _run(self) -> None:
-        while True:
-            self._is_awake.wait()
-            self._is_awake.clear()
-            if self._stopped.is_set():
-                return
-            try:
-                self.note()
-                with self._db.reading() as session:
-                    due = delivery_queries.num_due(session)
-            except (ServiceError, DBAPIError, OSError) as error:
-                log.warning("webhooks.failed", **logs.where(error))
-                continue
-            for _ in range(min(due, _SENDERS)):
-                if not self._busy.acquire(blocking=False):
-                    break
-                self._senders.submit(self._send)
-
-    def _crashed(self, error: Exception) -> None:
-        log.error("webhooks.crashed", **logs.where(error))
-        self._thread = WorkThread("courier", self._run, self._crashed)
-        if not self._stopped.is_set():
-            self._thread.start()
-
-    def _send(self) -> None:
-        """Serve one receiver after the other until nothing is due."""
-        try:
-            while not self._stopped.is_set() and (claimed := self._claim()) is not None:
-                self._serve(claimed)
-        except Exception as error:  # what it held comes back by its lease
-            log.warning("webhooks.failed", **logs.where(error))
-        finally:
-            self._busy.release()
+    def _num_due(self) -> int:
+        with self._db.reading() as session:
+            return delivery_queries.num_due(session)
 
     def _claim(self) -> Claim | None:
-        with self._db.reading() as session:
-            if not delivery_queries.num_due(session):
-                return None
+        if not self._num_due():
+            return None
         return self._db.run(partial(delivery_queries.claim, owner=self._owner, lease_s=self._lease_s))
 
     def _serve(self, claimed: Claim) -> int:

@@ -89,6 +89,14 @@ def once(
     return dict(do()) if key is None else _once_named(session, project_id, f"{call} {key}", digest_of(arguments), do)
 
 
+def answered(
+    session: Session, project_id: str, call: str, key: str | None, arguments: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What `once` has answered before, for a call that needs something before it can begin. None: nothing."""
+    stored = None if key is None else queries.answer(session, project_id, f"{call} {key}")
+    return None if stored is None or not stored.body else _again(stored, digest_of(arguments))
+
+
 def once_sent(session: Session, project_id: str, call: str, sent: Sent, do: Callable[[], Any]) -> dict[str, Any]:
     """Like `once`, and without a key a call is known by what it says; calls that say the same go one by one."""
     is_retry = sent.repetition.is_retry

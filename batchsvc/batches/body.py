@@ -2,8 +2,8 @@
 
 `parse_chat` checks a body and gives its messages and its sampling parameters, `fit` decides `max_tokens` once the
 prompt's length is known. A feature that isn't supported is refused by name, never dropped silently: an answer without
-it would look like an answer with it. Fields that change nothing about the answer are ignored. All refusals are
-RequestErrors, which cost this line alone.
+it would look like an answer with it. Fields that change nothing about the answer are ignored; one that nobody knows is
+taken for a mistake. All refusals are RequestErrors, which cost this line alone.
 """
 
 from __future__ import annotations
@@ -15,36 +15,43 @@ from typing import Any
 import orjson
 
 from batchsvc.batches import sampling_body
-from batchsvc.batches.body_values import same, wrong
+from batchsvc.batches.body_values import allow, service_tier, wrong
 from batchsvc.batches.rendering import EFFORTS
 from batchsvc.batches.sampling_body import parse_max_tokens, parse_sampling, sampling_params
-from batchsvc.batches.structure_body import parse_form
+from batchsvc.batches.structure_body import FIELDS, parse_form
 from batchsvc.batches.tools_body import ToolUse, parse_message_calls, parse_tools
 from batchsvc.files.lines import shown
 from engine.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_KNOWN = frozenset(
+    {
+        *(*sampling_body.KNOWN, *FIELDS, "messages", "tools", "tool_choice", "parallel_tool_calls"),
+        *("reasoning_effort", "chat_template_kwargs"),
+    }
+)
 # field -> values that ask for nothing special; null always does
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    **sampling_body.REFUSED,
-    "stream": (False,),
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "verbosity": ("medium",),
-    "prediction": (),
-    "web_search_options": (),
-    "chat_template": (),
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    **sampling_body.HARMLESS,
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
     "enable_thinking": (),  # chat_template_kwargs has it
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
     "max_output_tokens": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "return_prompt_text": (False,),
     "stop_sequences": ([],),
-    "thinking_token_budget": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 
 # forms are large and compiled already; how calls are read out of an answer is nothing to the engine
@@ -72,14 +79,7 @@ class ChatCall:
 
 def parse_chat(body: dict[str, Any]) -> ChatCall:
     """What a body asks for. Raises RequestError with the code and param of OpenAI's error body."""
-    for name in sorted(_REFUSED.keys() & body.keys()):  # sorted: the same refusal for the same body
-        value, harmless = body[name], _REFUSED[name]
-        if value is not None and not any(same(value, allowed) for allowed in harmless):
-            raise RequestError(
-                f"{name}={shown(value)} is not supported here; remove it from the body.",
-                code="unsupported_parameter",
-                param=name,
-            )
+    allow(body, _KNOWN, _HARMLESS)
     form, tools = parse_form(body), parse_tools(body)
     if form and tools is not None:
         says = "An answer that may call tools can't have a form of its own too; give one of the two."
@@ -89,7 +89,7 @@ def parse_chat(body: dict[str, Any]) -> ChatCall:
     return ChatCall(
         messages=_messages(body),
         max_tokens=parse_max_tokens(body),
-        params=parse_sampling(body) | ({"grammar": form} if form else {}),
+        params=parse_sampling(body) | service_tier(body) | ({"grammar": form} if form else {}),
         tools=tools,
         reasoning_effort=_effort(body),
         template_kwargs=_template_kwargs(body),

@@ -4,10 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from batchsvc.files.lines import json_type, shown
 from engine.errors import RequestError
+
+# fields that change nothing about an answer, whatever they say: labels, bookkeeping, streaming, order among requests
+IGNORED = frozenset(
+    {
+        *("user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"),
+        *("stream_options", "stream_interval", "request_id", "session_id", "priority"),
+        "guided_decoding_backend",
+    }
+)
+_LONGEST_NAME = 64
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+
+
+def allow(body: dict[str, Any], known: frozenset[str], harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises RequestError for a field that is neither known here nor ignored, so that nothing is dropped silently.
+
+    `harmless` are fields that clients send and nothing here can do, with the values that ask for nothing special; null
+    never does.
+    """
+    for name in sorted(body.keys() - known - IGNORED):  # sorted: the same refusal for the same body
+        if body[name] is None:
+            continue
+        if name in harmless:
+            refuse({name: body[name]}, harmless)
+            continue
+        near, spelled = _near(name, known), shown(name)[1:-1]
+        way_out = f"{near} may be meant." if near else "remove it from the body."
+        raise RequestError(
+            f"{spelled} is no parameter that is known here: {way_out}", code="unknown_parameter", param=spelled
+        )
+
+
+@lru_cache(maxsize=256)  # the lines of a file make the same mistake
+def _near(name: str, known: frozenset[str]) -> str | None:
+    found = get_close_matches(name, sorted(known), n=1, cutoff=0.8) if len(name) <= _LONGEST_NAME else ()
+    return next(iter(found), None)
+
+
+def service_tier(body: dict[str, Any]) -> dict[str, Any]:
+    """What a unit row carries of a tier that is asked for, so that its answer names one: whichever it was, a batch runs
+    in its own, which OpenAI calls "default"."""
+    tier = body.get("service_tier")
+    if tier is None:
+        return {}
+    if tier not in SERVICE_TIERS:
+        raise wrong("service_tier", f"one of {', '.join(SERVICE_TIERS)}", tier)
+    return {"service_tier": "default"}
 
 
 def integer(body: dict[str, Any], name: str, default: int, *, low: int, high: int = 2**31 - 1) -> int:

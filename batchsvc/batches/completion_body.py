@@ -11,25 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchsvc.batches.body import ChatCall
-from batchsvc.batches.body_values import refuse, wrong
+from batchsvc.batches.body_values import allow, wrong
 from batchsvc.batches.line_prompt import ChatLine, Fitting, LinePrompt, check_ids, prompts_of, renamed
-from batchsvc.batches.sampling_body import REFUSED, parse_max_tokens, parse_sampling
-from batchsvc.batches.structure_body import parse_form
+from batchsvc.batches.sampling_body import HARMLESS, KNOWN, parse_max_tokens, parse_sampling
+from batchsvc.batches.structure_body import FIELDS, parse_form
 from engine.errors import RequestError
 from engine.text import TextModel
 
 ENDPOINT = "/v1/completions"
 _MOST_LOGPROBS = 5
 
+_KNOWN = frozenset({*KNOWN, *FIELDS, "prompt"})
 # field -> values that ask for nothing special; null always does
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    **REFUSED,
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "prompt_embeds": (),
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    **HARMLESS,
     "add_special_tokens": (True,),
+    "prompt_embeds": (),
+    "suffix": ("",),
 }
 
 
@@ -58,7 +56,7 @@ class CompletionCall:
 
 def parse_completion(body: dict[str, Any]) -> CompletionCall:
     """What a body asks for. Raises RequestError."""
-    refuse(body, _REFUSED)
+    allow(body, _KNOWN, _HARMLESS)
     given = prompts_of(body, "prompt")
     if max(len(given.texts), len(given.ids)) > 1:
         raise RequestError(

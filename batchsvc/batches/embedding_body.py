@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchsvc.batches.body_values import integer, refuse, wrong
+from batchsvc.batches.body_values import allow, integer, wrong
 from batchsvc.batches.line_prompt import Fitting, LinePrompt, check_ids, prompts_of
 from engine.errors import RequestError
 from engine.request import Pooling
@@ -23,13 +23,20 @@ MOST_INPUTS = 2_048
 MOST_TOKENS = 300_000
 _FORMATS = ("float", "base64")
 
+_KNOWN = frozenset({"model", "input", "dimensions", "encoding_format", "service_tier", "prompt_cache_key"})
 # field -> values that ask for nothing special; null always does
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "messages": (),
-    "truncate_prompt_tokens": (),
+_HARMLESS: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
+    "cache_salt": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
     "normalize": (True,),
+    "stream": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
+    "use_activation": (True,),
 }
 
 
@@ -87,7 +94,7 @@ class EmbeddingCall:
 
 def parse_embedding(body: dict[str, Any]) -> EmbeddingCall:
     """What a body asks for. Raises RequestError."""
-    refuse(body, _REFUSED)
+    allow(body, _KNOWN, _HARMLESS)
     given = prompts_of(body, "input")
     if (count := max(len(given.texts), len(given.ids))) > MOST_INPUTS:
         raise RequestError(

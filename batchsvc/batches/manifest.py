@@ -34,7 +34,8 @@ def object_name(kind: str) -> str:
 def manifest(batch: dict[str, Any], files: Sequence[ExportedFile]) -> bytes:
     """The manifest of an ended batch, which is given as the API shows it."""
     ended = ("completed_at", "failed_at", "expired_at", "cancelled_at")
-    told = ("endpoint", "model", "model_digest", "status", "request_counts", "usage", "errors", "errors_total")
+    models = ("model", "model_digest", "models")
+    told = ("endpoint", *models, "status", "request_counts", "usage", "errors", "errors_total")
     kept = ("input_file_id", "name", "metadata", "parent_batch_id", "created_at")
     found: dict[str, Any] = {"object": "batch.manifest", "batch_id": batch["id"]}
     found |= {name: batch.get(name) for name in (*told, *kept)}

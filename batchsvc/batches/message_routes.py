@@ -8,24 +8,23 @@ from itertools import chain
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 
 from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
-from batchsvc.batches import inputs, line_set, message_results, message_service, service
-from batchsvc.batches.inputs import InlineInput
+from batchsvc.batches import inputs, line_set, message_intake, message_results, message_service, service
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch
 from batchsvc.batches.message_service import Results
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
-from batchsvc.files.request_object import request_object
 from batchsvc.files.tables import File
-from batchsvc.http.bodies import described, json_body
+from batchsvc.http.bodies import described
 from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.description import sends
 
@@ -43,19 +42,16 @@ def create_message(_caller: CallerDep) -> None:
 
 
 @router.post("/batches", openapi_extra=described(CreateMessageBatch))
-def create_batch(
-    request: Request,
-    caller: CallerDep,
-    context: ContextDep,
-    arrived_ms: ArrivalDep,
-    body: Annotated[CreateMessageBatch, Depends(json_body(CreateMessageBatch, request_object))],
-    repetition: RepetitionDep,
+async def create_batch(
+    request: Request, caller: CallerDep, context: ContextDep, arrived_ms: ArrivalDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
-    """Create a message batch of the requests in the call."""
-    batch_id, num_requests = ids.message_batch_id(), len(body.requests)
-    lines = message_service.lines_of(body)
+    """Create a message batch of the requests in the call, which may be large: they are stored as they come."""
+    given, num_requests = await message_intake.received(request, context, caller.project_id)
+    batch_id = ids.message_batch_id()
+    digest = given.stored.sha256  # the same requests are the same lines
+    sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
 
-    def create(session: Session, given: InlineInput) -> dict[str, Any]:
+    def create(session: Session) -> dict[str, Any]:
         file = given.record(session, is_retry=repetition.is_retry)
         row = message_service.create(
             session,
@@ -68,18 +64,19 @@ def create_batch(
         )
         return {"file_id": file.id, **_shown(session, context, request, [row])[0]}
 
-    with inputs.stored_inline(context, caller, lines, MESSAGES) as given:
-        digest = idempotency.digest_of(body.model_dump())
-        sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
-        made = context.db.run(
-            lambda session: idempotency.once_sent(
-                session, caller.project_id, "messages", sent, partial(create, session, given)
+    def make() -> dict[str, Any]:
+        with inputs.deleted_if_refused(context.store, given.s3_key):
+            made = context.db.run(
+                lambda session: idempotency.once_sent(
+                    session, caller.project_id, "messages", sent, partial(create, session)
+                )
             )
-        )
-    if made.pop("file_id") != given.file_id:
-        given.forget()
-    context.dispatcher.plan(made["id"])
-    return made
+        if made.pop("file_id") != given.file_id:
+            given.forget()
+        context.dispatcher.plan(made["id"])
+        return made
+
+    return await run_in_threadpool(make)
 
 
 @router.get("/batches")

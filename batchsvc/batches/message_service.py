@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,8 @@ from batchsvc.accounts.service import Caller
 from batchsvc.batches import message_queries, queries, service
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.message_body import MESSAGES
-from batchsvc.batches.message_schemas import CreateMessageBatch, message_batch_object
+from batchsvc.batches.message_schemas import message_batch_object
+from batchsvc.batches.model_pins import BY_LINE
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
@@ -43,19 +43,6 @@ class Results:
     reason: str = ""
 
 
-def lines_of(body: CreateMessageBatch) -> list[dict[str, Any]]:
-    """The requests as lines of an input file. Raises InvalidRequestError for a custom_id that is there twice."""
-    counts = Counter(request.custom_id for request in body.requests)
-    custom_id, count = counts.most_common(1)[0]
-    if count > 1:
-        raise InvalidRequestError(
-            f"requests: the custom_id {custom_id} is used {count} times; each must be unique in its batch.",
-            code="duplicate_custom_id",
-            param="requests",
-        )
-    return [{"custom_id": request.custom_id, "body": request.params} for request in body.requests]
-
-
 def create(
     session: Session,
     caller: Caller,
@@ -66,8 +53,10 @@ def create(
     batch_id: str,
     is_retry: bool,
 ) -> Batch:
-    """A new message batch. What is wrong with a request costs that request alone."""
-    body = CreateBatch(input_file_id=file_id, endpoint=MESSAGES, completion_window=_WINDOW, on_invalid="skip")
+    """A new message batch. Each request names its model; what is wrong with one costs that request alone."""
+    body = CreateBatch(
+        input_file_id=file_id, endpoint=MESSAGES, completion_window=_WINDOW, on_invalid="skip", models=BY_LINE
+    )
     row = service.create_batch(session, caller, body, settings, batch_id=batch_id, is_retry=is_retry)
     row.num_requests = num_requests
     session.flush()

@@ -8,9 +8,9 @@ first. Units are cut within one model, and name it; whatever is billed is billed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-BY_LINE = "by_line"
+BY_LINE: Literal["by_line"] = "by_line"
 """What create's extension `models` says."""
 
 

@@ -7,13 +7,13 @@ that is asked answers alike; the rest is worked out from the samples there.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import estimate, progress, progress_queries
+from batchsvc.batches import estimate, progress, progress_queries, queries
 from batchsvc.batches.estimate import AnyTime, Habits, Hands, Interval, Neighbour, WorkClock
 from batchsvc.batches.finalize_queries import STOP_GRACE_MS
 from batchsvc.batches.lifecycle import TERMINAL, Status
@@ -58,18 +58,53 @@ def outlooks(session: Session, rows: Sequence[Batch], night: Night, habits: Habi
     now = database_now_ms(session)
     running = [row for row in rows if row.status == Status.IN_PROGRESS]
     hands = progress_queries.hands(session, [row.id for row in running])
-    companions = progress_queries.companions(session, {row.model_digest or "" for row in running})
+    mixed = _mixed(session, running, now, habits)
+    digests = {row.model_digest or "" for row in running}.union(*(one.left for one in mixed.values()))
+    companions = progress_queries.companions(session, digests)
     found = {}
     for row in rows:
         if row.status != Status.IN_PROGRESS:
             ends, is_at_risk = _ending(row, now, habits), False
         else:
-            ends, is_at_risk = _running(row, now, night, habits, hands.get(row.id, Hands()), companions)
+            others = _neighbours(row, mixed.get(row.id), companions, habits, now)
+            ends, is_at_risk = _running(row, now, night, habits, hands.get(row.id, Hands()), others)
+            if row.id in mixed:
+                ends, is_at_risk = mixed[row.id].slowest(ends, is_at_risk, row, now)
         share = _share(row)
         if share is None:  # nothing was seen of it, so whatever its end is worked out from isn't its own
             ends = None
         found[row.id] = Outlook(phase=_PHASES[Status(row.status)], share=share, ends=ends, is_at_risk=is_at_risk)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mixed:
+    """What is left of a batch of several models, by digest; which of these have a worker, and how fast they all are."""
+
+    left: Mapping[str, int]
+    served: Collection[str]
+    rates: Mapping[str, float]
+
+    def slowest(self, ends: Interval | None, is_at_risk: bool, row: Batch, now: int) -> tuple[Interval | None, bool]:
+        """An outlook by the rate of the whole, corrected by what its slowest model needs; a model that nobody serves
+        ends nobody knows when."""
+        is_at_risk = is_at_risk or (row.latest_start_ms is not None and row.latest_start_ms < now)
+        if ends is None or not self.left.keys() <= set(self.served):
+            return None, is_at_risk
+        needs = [1000 * tokens / self.rates[digest] for digest, tokens in self.left.items() if self.rates.get(digest)]
+        slowest = min(now + max(needs, default=0.0), max(row.expires_ms, now))
+        return Interval(ends.low_ms, max(ends.high_ms, slowest)), is_at_risk
+
+
+def _mixed(session: Session, running: Sequence[Batch], now: int, habits: Habits) -> dict[str, _Mixed]:
+    """Those of these batches whose lines name their models."""
+    batch_ids = [row.id for row in running if row.models is not None]
+    if not batch_ids:
+        return {}
+    left = progress_queries.left_by_model(session, batch_ids)
+    served = queries.served_digests(session, now - round(habits.death_ms))
+    rates = progress_queries.model_rates(session, now)
+    return {batch_id: _Mixed(left=left.get(batch_id, {}), served=served, rates=rates) for batch_id in batch_ids}
 
 
 def _share(row: Batch) -> float | None:
@@ -81,12 +116,11 @@ def _share(row: Batch) -> float | None:
 
 
 def _running(
-    row: Batch, now: int, night: Night, habits: Habits, hands: Hands, companions: Collection[Companion]
+    row: Batch, now: int, night: Night, habits: Habits, hands: Hands, others: Sequence[Neighbour]
 ) -> tuple[Interval | None, bool]:
     """When a batch ends whose lines run, and whether that is probably too late."""
     clock: WorkClock = NightClock(night, row.latest_start_ms) if row.is_offpeak else AnyTime()
     work, samples = progress_queries.work_of(row), progress_queries.samples_of(row.progress_samples)
-    others = _neighbours(row, companions, habits, now)
     lines = estimate.lines_end(work, samples, habits, clock, now, hands=hands, neighbours=others)
     if lines is None:
         pace = sum(other.rate for other in others)
@@ -125,15 +159,22 @@ def _merging(row: Batch, habits: Habits) -> Interval:
     return estimate.merge_ms(row.total, size, habits)
 
 
-def _neighbours(row: Batch, companions: Collection[Companion], habits: Habits, now: int) -> list[Neighbour]:
-    """The other batches of the model. Inside a project the nearer deadline goes first; projects take turns."""
+def _neighbours(
+    row: Batch, mixed: _Mixed | None, companions: Collection[Companion], habits: Habits, now: int
+) -> list[Neighbour]:
+    """The other batches of its models, as far as they need these. Inside a project the nearer deadline goes first;
+    projects take turns."""
     rank = (-row.priority, row.expires_ms)
-    return [
-        Neighbour(
-            left_tokens=other.work.left_tokens(),
-            rate=estimate.rate(other.samples, now, habits, AnyTime()),
-            is_ahead=other.project_id == row.project_id and (-other.priority, other.expires_ms) < rank,
-        )
-        for other in companions
-        if other.id != row.id and other.model_digest == row.model_digest
-    ]
+    digests = {row.model_digest or ""} if mixed is None else mixed.left.keys()
+    found = []
+    for other in companions:
+        share = sum(share for digest, share in other.shares.items() if digest in digests)
+        if other.id != row.id and share:
+            found.append(
+                Neighbour(
+                    left_tokens=share * other.work.left_tokens(),
+                    rate=share * estimate.rate(other.samples, now, habits, AnyTime()),
+                    is_ahead=other.project_id == row.project_id and (-other.priority, other.expires_ms) < rank,
+                )
+            )
+    return found

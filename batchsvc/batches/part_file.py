@@ -16,6 +16,8 @@ import numpy as np
 import orjson
 import zstandard
 
+from batchsvc.json_bytes import compact_json
+
 _ROW = b',"row":'
 _HEAD = re.compile(
     rb'\{"line":(\d+),"ok":(true|false),[^{]*,"row":'
@@ -136,6 +138,8 @@ def success_row(
     finish_reason: str = "stop",
     choices: list[dict[str, Any]] | None = None,
     system_fingerprint: str | None = None,
+    service_tier: str | None = None,
+    warnings: Sequence[Mapping[str, str]] = (),
     prompt_tokens: int,
     cached_tokens: int,
     completion_tokens: int,
@@ -161,15 +165,24 @@ def success_row(
         },
         "system_fingerprint": system_fingerprint,
     }
+    if service_tier is not None:
+        body["service_tier"] = service_tier
     response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
-    return _row(ident, custom_id, response, None, line_no)
+    return _row(ident, custom_id, response, None, line_no, warnings)
 
 
-def answer_row(*, batch_id: str, line_no: int, custom_id: str, body: dict[str, Any]) -> bytes:
+def answer_row(
+    *,
+    batch_id: str,
+    line_no: int,
+    custom_id: str,
+    body: dict[str, Any],
+    warnings: Sequence[Mapping[str, str]] = (),
+) -> bytes:
     """A line of the output file whose body another endpoint shapes; arrays of numbers in it may be numpy's."""
     ident = line_ident(batch_id, line_no)
     response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
-    return _row(ident, custom_id, response, None, line_no)
+    return _row(ident, custom_id, response, None, line_no, warnings)
 
 
 def error_row(
@@ -207,10 +220,16 @@ def line_ident(batch_id: str, line_no: int) -> str:
 
 
 def _row(
-    ident: str, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None, line_no: int
+    ident: str,
+    custom_id: str | None,
+    response: dict[str, Any] | None,
+    error: dict[str, str] | None,
+    line_no: int,
+    warnings: Sequence[Mapping[str, str]] = (),
 ) -> bytes:
-    whole = {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response, "error": error, "line": line_no}
-    row = orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
+    whole: dict[str, Any] = {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response}
+    whole |= {"error": error, "line": line_no} | ({"warnings": warnings} if warnings else {})
+    row = compact_json(whole, orjson.OPT_SERIALIZE_NUMPY)
     if not row.isascii():
         for raw, escaped in _ESCAPES:
             row = row.replace(raw, escaped)

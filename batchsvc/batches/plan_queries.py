@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Select, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
@@ -31,6 +31,7 @@ from batchsvc.billing import service as billing
 from batchsvc.billing.pricing import STANDARD_TIER
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files import importing
 from batchsvc.files import service as files
 from batchsvc.files.importing import Origin, origin_of
 from batchsvc.files.lines import Problem
@@ -198,6 +199,12 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
         chosen_lines=batch.chosen_lines,
         models=batch.models,
     )
+
+
+def foreign_input(batch_id: str) -> Select[str]:
+    """The project of a batch whose input has to be copied from a tenant's store before it can be planned."""
+    batch = (Batch.id == batch_id, Batch.status == Status.VALIDATING, Batch.input_file_id == File.id)
+    return select(Batch.project_id).where(*batch, *importing.is_abroad())
 
 
 def keep(session: Session, batch_id: str, epoch: int, lease_s: float) -> bool:

@@ -29,7 +29,7 @@ from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.plan_queries import NewUnit, NewWindow, PinnedModel, PlanClaim, RejectedPart
 from batchsvc.batches.reading import BatchFailedError, PlanContext, WindowReader, limits_of, why_not
 from batchsvc.batches.unit_plan import by_model, error_part, unit_objects
-from batchsvc.batches.window import PlannedRequest, WindowDraft
+from batchsvc.batches.window import PlannedRequest, UnusableModelError, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.billing.pricing import most_nanos
 from batchsvc.errors import InvalidRequestError
@@ -136,7 +136,9 @@ class _WindowPlanner:
             try:
                 model = self._context.db.run(lambda s: plan_queries.pin_model(s, claim.batch_id, claim.epoch, model_id))
             except InvalidRequestError as error:
-                raise BatchFailedError(error.code or "model_not_priced", error.message, "model") from error
+                if error.code == "quote_changed":
+                    raise BatchFailedError("quote_changed", error.message, "model") from error
+                raise UnusableModelError(error.code or "model_not_priced", error.message) from error
             if model is None:
                 raise LeaseLostError
             self._models[model_id] = model

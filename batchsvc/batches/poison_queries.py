@@ -77,23 +77,30 @@ def note_poison(session: Session, batch_id: str) -> None:
 def pause(session: Session, batch_id: str, reason: str | None) -> Batch:
     """Stop a batch until somebody resumes it: its units are given back and not claimed. Again changes nothing.
 
-    With a reason it is an operator who does, and who alone may resume it; without one, the batch's own project.
+    With a reason it is an operator who does, and who alone ends this pause; without one, the batch's own project. Each
+    has a pause of its own, and the batch runs on when both have ended.
     """
     batch = _unended(session, batch_id, "paused")
-    if not batch.is_paused or batch.pause_reason is None:
+    if reason is None:
+        batch.is_paused = batch.is_own_pause = True
+    elif batch.pause_reason is None:
         _pause(batch, reason)
     return batch
 
 
 def resume(session: Session, batch_id: str, *, is_operator: bool = True) -> Batch:
-    """Let a paused batch run on, with a clean record. Again changes nothing."""
+    """End the operator's pause of a batch, with a clean record, or its project's. Again changes nothing."""
     batch = _unended(session, batch_id, "resumed")
-    if batch.is_paused and batch.pause_reason and not is_operator:
+    if is_operator:
+        batch.pause_reason = None
+        batch.crash_times = batch.poison_times = None
+    elif batch.pause_reason is not None and not batch.is_own_pause:
         raise PermissionDeniedError(
             f"{batch_id} was paused: {batch.pause_reason}. Only the operator can resume it.", code="paused_by_operator"
         )
-    batch.is_paused, batch.pause_reason = False, None
-    batch.crash_times = batch.poison_times = None
+    else:
+        batch.is_own_pause = False
+    batch.is_paused = batch.is_own_pause or batch.pause_reason is not None
     return batch
 
 

@@ -5,19 +5,21 @@ Who calls `note_...` holds the batch's row lock, and writes the counters in the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session, load_only
 
-from batchsvc.batches import progress
+from batchsvc.batches import claim_queries, progress
 from batchsvc.batches.estimate import Hands
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.progress import Sample, Work
 from batchsvc.batches.tables import Batch, Part, Unit
 
 _MOST_COMPANIONS = 100  # more batches at once say no more about when one of them ends
+_RATE_MS = 600_000  # how far back the rate of a model is looked for,
+_RATE_LEAST_MS = 10_000  # and over which time at least
 _COMPANION = (
     Batch.id,
     Batch.project_id,
@@ -41,11 +43,12 @@ _COMPANION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """A running batch, as far as it matters to others of its model."""
+    """A running batch, as far as it matters to others of its models. `shares` is what of its work is left for each of
+    these, by digest."""
 
     id: str
     project_id: str
-    model_digest: str
+    shares: Mapping[str, float]
     priority: int
     expires_ms: int
     work: Work
@@ -122,16 +125,52 @@ def companions(session: Session, digests: Collection[str]) -> list[Companion]:
     if not digests:
         return []
     running = (Batch.status == Status.IN_PROGRESS, Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget)
-    found = select(Batch).where(*running, Batch.model_digest.in_(digests)).options(load_only(*_COMPANION))
+    is_theirs = or_(Batch.model_digest.in_(digests), Batch.model_digest.is_(None))  # of several models, if of none
+    found = select(Batch).where(*running, is_theirs).options(load_only(*_COMPANION))
+    rows = session.scalars(found.order_by(Batch.expires_ms).limit(_MOST_COMPANIONS)).all()
+    mixed = left_by_model(session, [row.id for row in rows if row.model_digest is None])
     return [
         Companion(
             id=row.id,
             project_id=row.project_id,
-            model_digest=row.model_digest or "",
+            shares=shares_of(mixed.get(row.id, {})) if row.model_digest is None else {row.model_digest: 1.0},
             priority=row.priority,
             expires_ms=row.expires_ms,
             work=work_of(row),
             samples=samples_of(row.progress_samples),
         )
-        for row in session.scalars(found.order_by(Batch.expires_ms).limit(_MOST_COMPANIONS))
+        for row in rows
     ]
+
+
+def left_by_model(session: Session, batch_ids: Collection[str]) -> dict[str, dict[str, int]]:
+    """Predicted work that running batches still have, by the models of their units. Served by units' batch_id."""
+    if not batch_ids:
+        return {}
+    counted = (
+        select(Unit.batch_id, Unit.model_digest, func.sum(claim_queries.remaining_tokens()))
+        .where(Unit.batch_id.in_(batch_ids), Unit.state.in_(("ready", "leased")))
+        .group_by(Unit.batch_id, Unit.model_digest)
+    )
+    found: dict[str, dict[str, int]] = {}
+    for batch_id, digest, tokens in session.execute(counted):
+        found.setdefault(batch_id, {})[digest] = int(tokens)
+    return found
+
+
+def shares_of(left: Mapping[str, int]) -> dict[str, float]:
+    """The same work as shares of all of it."""
+    total = sum(left.values())
+    return {digest: tokens / total for digest, tokens in left.items()} if total else {}
+
+
+def model_rates(session: Session, now_ms: int) -> dict[str, float]:
+    """Predicted tokens a second that a model's workers finish, by digest. Served by ix_parts_created."""
+    rows = session.execute(
+        select(Unit.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
+        .join(Unit, Unit.id == Part.unit_id)
+        .where(Part.created_ms > now_ms - _RATE_MS, Part.unit_id.is_not(None), Part.is_void.is_(False))
+        .group_by(Unit.model_digest)
+    )
+    spans = {digest or "": (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
+    return {digest: tokens * 1000 / span_ms for digest, (tokens, span_ms) in spans.items() if span_ms >= _RATE_LEAST_MS}

@@ -43,7 +43,7 @@ from batchsvc.batches.reading import (
     why_not,
 )
 from batchsvc.batches.unit_plan import by_model, planned_units
-from batchsvc.batches.window import PlannedRequest, WindowDraft
+from batchsvc.batches.window import PlannedRequest, UnusableModelError, WindowDraft
 from batchsvc.batches.window_file import WindowLines
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files.importing import PutOffError
@@ -137,7 +137,7 @@ class _QuotePlanner:
             try:
                 model = self._context.db.run(lambda s: quote_queries.pin_model(s, plan.batch_id, plan.epoch, model_id))
             except InvalidRequestError as error:
-                raise BatchFailedError(error.code or "model_not_priced", error.message, "model") from error
+                raise UnusableModelError(error.code or "model_not_priced", error.message) from error
             if model is None:
                 raise LeaseLostError
             self._models[model_id] = model

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import Select, and_, delete, exists, func, or_, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import garbage_queries, model_pins, quote_figures
@@ -18,12 +18,14 @@ from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.plan_queries import Input, PlanClaim, WindowObject
 from batchsvc.batches.prompt_advice import Advice
 from batchsvc.batches.quote_figures import Figures, Lengths
-from batchsvc.batches.tables import Batch, Model, Part, Quote
+from batchsvc.batches.tables import Batch, Model, Part, Quote, Unit
 from batchsvc.billing import service as billing
 from batchsvc.billing.pricing import STANDARD_TIER
 from batchsvc.db.session import database_now_ms
+from batchsvc.files import importing
 from batchsvc.files import service as files
 from batchsvc.files.lines import Problem
+from batchsvc.files.tables import File
 from batchsvc.money import Rates, divide_half_even
 
 QUEUED, READY, FAILED = "queued", "ready", "failed"
@@ -123,6 +125,12 @@ def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteC
         models=row.models,
     )
     return QuoteClaim(plan=plan, sample_lines=row.sample_lines, input_sha256=row.input_sha256)
+
+
+def foreign_input(quote_id: str) -> Select[str]:
+    """The project of a quote whose input has to be copied from a tenant's store before it can be planned."""
+    quote = (Quote.id == quote_id, Quote.status == QUEUED, Quote.input_file_id == File.id)
+    return select(Quote.project_id).where(*quote, *importing.is_abroad())
 
 
 def keep(session: Session, quote_id: str, epoch: int, lease_s: float) -> bool:
@@ -281,15 +289,16 @@ def rates_of(row: Quote) -> Rates:
 
 def _finished(session: Session, row: Quote, digest: str) -> list[tuple[int, int]]:
     """Lines of the latest parts of the project's latest batches of the model at the same endpoint, and the output
-    tokens that these lines had for one answer each.
+    tokens that these lines had for one answer each. Of a batch of several models the units say which theirs is.
 
     Served by ix_batches_listing and ix_parts_window.
     """
+    has_units = exists(select(Unit.id).where(Unit.batch_id == Batch.id, Unit.model_digest == digest))
     latest = (
         select(Batch.id)
         .where(
             Batch.project_id == row.project_id,
-            Batch.model_digest == digest,
+            or_(Batch.model_digest == digest, and_(Batch.model_digest.is_(None), has_units)),
             Batch.endpoint == row.endpoint,
             Batch.completed > 0,
         )
@@ -299,7 +308,8 @@ def _finished(session: Session, row: Quote, digest: str) -> list[tuple[int, int]
     batch_ids = session.scalars(latest).all()
     parts = (
         select(Part.lines_ok, Part.output_tokens, func.coalesce(Part.num_answers, Part.lines_ok))
-        .where(Part.batch_id.in_(batch_ids), Part.lines_ok > 0, Part.is_void.is_(False))
+        .join(Unit, Unit.id == Part.unit_id)
+        .where(Part.batch_id.in_(batch_ids), Part.lines_ok > 0, Part.is_void.is_(False), Unit.model_digest == digest)
         .order_by(Part.created_ms.desc())
         .limit(_LATEST_PARTS)
     )

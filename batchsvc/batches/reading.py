@@ -15,9 +15,10 @@ from functools import lru_cache
 
 from batchsvc.batches import endpoints, line_set, plan_queries, window, window_file
 from batchsvc.batches.damage import verified
+from batchsvc.batches.kept_lease import LeaseLostError
 from batchsvc.batches.message_body import MESSAGES, parse_message
 from batchsvc.batches.plan_queries import PlanClaim
-from batchsvc.batches.window import WindowDraft
+from batchsvc.batches.window import UnusableModelError, WindowDraft
 from batchsvc.db.session import Database
 from batchsvc.errors import NotFoundError
 from batchsvc.files import importing
@@ -56,12 +57,14 @@ class KnownIds:
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """What planning works with. `text_loader` gives the text side of the model at a path; it may keep them."""
+    """What planning works with. `text_loader` gives the text side of the model at a path; it may keep them.
+    `is_stopping`: a copy of a tenant's object is let go of."""
 
     db: Database
     store: ObjectStore
     settings: Settings
     text_loader: Callable[[str], TextModel]
+    is_stopping: Callable[[], bool] = lambda: False
     known_ids: KnownIds = field(default_factory=KnownIds)
 
     def pinned(self, claim: PlanClaim) -> PlanContext:
@@ -89,7 +92,7 @@ class WindowReader:
         self._claim = claim
         self._keep = keep
         self._path_of = path_of
-        self._texts: dict[str, TextModel] = {}
+        self._texts: dict[str, TextModel | UnusableModelError] = {}
         self._resolve = lru_cache(maxsize=1024)(self._resolve_anew)
         self._check: EnvelopeCheck | None = None
 
@@ -164,9 +167,14 @@ class WindowReader:
     def _imported(self, origin: Origin) -> str:
         context = self._context
         try:
-            return importing.fetch(context.db, context.store, context.settings, origin, self._keep)
+            return importing.fetch(context.db, context.store, context.settings, origin, self._keep_copying)
         except ImportFailedError as error:
             raise BatchFailedError(error.code, str(error), importing.PARAM) from error
+
+    def _keep_copying(self) -> None:
+        self._keep()
+        if self._context.is_stopping():
+            raise LeaseLostError
 
     def _chosen(self, records: Iterator[Record]) -> Iterator[Record]:
         """The records of a batch that runs lines of another one again are these lines."""
@@ -198,19 +206,31 @@ class WindowReader:
             return None if model is None else model.id
 
     def _text_model(self, model_id: str) -> TextModel:
-        """The tokenizer and template of a model; the first call settles the model of the batch."""
+        """The tokenizer and template of a model; the first call settles the model of the batch. One of several models
+        that can't be used costs its lines where bad lines are skipped, else the batch."""
         self._keep()
         if model_id not in self._texts:
             try:
-                text = self._context.text_loader(self._path_of(model_id))
-            except ModelError as error:
-                raise BatchFailedError("model_not_available", str(error), "model") from error
-            quoted = self._claim.quoted_template(model_id)
-            if quoted is not None and quoted != template_sha256(text):
-                says = f"The chat template of {model_id} has changed since it was quoted."
-                raise BatchFailedError("quote_changed", says, "quote_id")
-            self._texts[model_id] = text
-        return self._texts[model_id]
+                self._texts[model_id] = self._loaded(model_id)
+            except UnusableModelError as error:
+                if self._claim.is_strict or not self._claim.is_by_line:
+                    raise BatchFailedError(error.code, str(error), "model") from error
+                self._texts[model_id] = error
+        found = self._texts[model_id]
+        if isinstance(found, UnusableModelError):
+            raise found
+        return found
+
+    def _loaded(self, model_id: str) -> TextModel:
+        try:
+            text = self._context.text_loader(self._path_of(model_id))
+        except ModelError as error:
+            raise UnusableModelError("model_not_available", str(error)) from error
+        quoted = self._claim.quoted_template(model_id)
+        if quoted is not None and quoted != template_sha256(text):
+            says = f"The chat template of {model_id} has changed since it was quoted."
+            raise BatchFailedError("quote_changed", says, "quote_id")
+        return text
 
     def _kept(self, chunks: Iterator[bytes]) -> Generator[bytes, None, None]:
         for chunk in chunks:

@@ -5,17 +5,15 @@ What it does to units, workers and finalizers stands with these.
 
 from __future__ import annotations
 
-from sqlalchemy import exists, func, select, update
+from sqlalchemy import exists, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import lifecycle
+from batchsvc.batches import lifecycle, progress_queries
 from batchsvc.batches.claim_rank import latest_start_ms
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Part, Unit, Window
+from batchsvc.batches.tables import Batch, Window
 from batchsvc.db.session import database_now_ms
 
-_RATE_MS = 600_000  # how far back a rate is looked for,
-_RATE_LEAST_MS = 10_000  # and over which time at least
 _SMALL_SHARE = 200  # of a window: half a percent
 
 
@@ -53,20 +51,27 @@ def cancelled_plans(session: Session) -> list[str]:
 def keep_latest_starts(session: Session) -> int:
     """Set when each running batch must start, or be preferred, to end in time. Returns how many have changed.
 
-    What remains is what was predicted less what is done; the rate is the model's over the last minutes. A batch is
-    not written to for a change that doesn't matter, nor waited for when it is being written to.
+    What remains is what was predicted less what is done; the rate is the model's over the last minutes. Of several
+    models the one decides that must start first. A batch is not written to for a change that doesn't matter, nor waited
+    for when it is being written to.
     """
     now = database_now_ms(session)
-    rates = _rates(session, now)
+    rates = progress_queries.model_rates(session, now)
     changed: dict[str, int] = {}
     columns = (Batch.id, Batch.created_ms, Batch.expires_ms, Batch.est_tokens, Batch.est_done_tokens)
-    running = select(*columns, Batch.model_digest, Batch.latest_start_ms).where(Batch.status == Status.IN_PROGRESS)
-    for batch in session.execute(running):
-        latest = latest_start_ms(
-            created_ms=batch.created_ms,
-            expires_ms=batch.expires_ms,
-            remaining_tokens=max(0, batch.est_tokens - batch.est_done_tokens),
-            tokens_per_s=rates.get(batch.model_digest or ""),
+    select_running = select(*columns, Batch.model_digest, Batch.latest_start_ms)
+    running = session.execute(select_running.where(Batch.status == Status.IN_PROGRESS)).all()
+    mixed = progress_queries.left_by_model(session, [batch.id for batch in running if batch.model_digest is None])
+    for batch in running:
+        all_left = {batch.model_digest or "": max(0, batch.est_tokens - batch.est_done_tokens)}
+        latest = min(
+            latest_start_ms(
+                created_ms=batch.created_ms,
+                expires_ms=batch.expires_ms,
+                remaining_tokens=tokens,
+                tokens_per_s=rates.get(digest),
+            )
+            for digest, tokens in mixed.get(batch.id, all_left).items()
         )
         small_ms = (batch.expires_ms - batch.created_ms) // _SMALL_SHARE
         if batch.latest_start_ms is None or abs(latest - batch.latest_start_ms) > small_ms:
@@ -81,15 +86,3 @@ def keep_latest_starts(session: Session) -> int:
             .execution_options(synchronize_session=False)
         )
     return len(free_ids)
-
-
-def _rates(session: Session, now_ms: int) -> dict[str, float]:
-    """Predicted tokens a second that a model's workers finish, by digest. Served by ix_parts_created."""
-    rows = session.execute(
-        select(Unit.model_digest, func.sum(Part.est_tokens), func.min(Part.created_ms))
-        .join(Unit, Unit.id == Part.unit_id)
-        .where(Part.created_ms > now_ms - _RATE_MS, Part.unit_id.is_not(None), Part.is_void.is_(False))
-        .group_by(Unit.model_digest)
-    )
-    spans = {digest or "": (int(tokens or 0), now_ms - first_ms) for digest, tokens, first_ms in rows}
-    return {digest: tokens * 1000 / span_ms for digest, (tokens, span_ms) in spans.items() if span_ms >= _RATE_LEAST_MS}

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchsvc.batches import sampling_body
 from batchsvc.batches.body import ChatCall, parse_chat
-from batchsvc.batches.body_values import refuse, wrong
+from batchsvc.batches.body_values import allow, refuse, wrong
 from batchsvc.batches.line_prompt import ChatLine, Fitting, LinePrompt, renamed
+from batchsvc.batches.structure_body import FIELDS
 from batchsvc.files.lines import shown
 from engine.errors import RequestError
 from engine.text import TextModel
@@ -28,20 +30,33 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 
+_OTHERWISE = frozenset({"max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "response_format"})
+_OWN = frozenset({"input", "instructions", "text", "reasoning", "max_output_tokens", "max_tool_calls"})
+_KNOWN = ((sampling_body.KNOWN | set(FIELDS)) - _OTHERWISE) | _OWN | {"chat_template_kwargs"}
 # field -> values that ask for nothing special; null always does
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    **sampling_body.HARMLESS,
+    "access_programs": ([],),
     "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
     "conversation": (),
+    "enable_response_messages": (False,),
+    "image": (),
     "include": ([],),
+    "include_reasoning": (True,),
     "logprobs": (False,),
     "max_completion_tokens": (),
     "max_tokens": (),
     "messages": (),
+    "moderation": (),
     "n": (1,),
+    "parallel_tool_calls": (True, False),  # of no tools
+    "previous_input_messages": ([],),
     "previous_response_id": (),
     "prompt": (),
+    "reasoning_effort": (),
     "response_format": (),
-    "stream": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -79,13 +94,12 @@ class ResponseCall:
 
 def parse_response(body: dict[str, Any]) -> ResponseCall:
     """What a body asks for. Raises RequestError."""
-    refuse(body, _REFUSED)
+    allow(body, _KNOWN, _HARMLESS)
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise wrong("instructions", "a string", instructions)
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    own = (*_REFUSED, "input", "text", "reasoning", "max_output_tokens")
-    chat = {name: value for name, value in body.items() if name not in own}
+    chat = {name: value for name, value in body.items() if name in _KNOWN - _OWN}
     chat |= {"messages": [*messages, *_messages(body)], "max_completion_tokens": body.get("max_output_tokens")}
     chat |= _format(body) | _effort(body)
     try:

@@ -28,20 +28,44 @@ _NOTHING: dict[str, Any] = {
 }
 _ENGINE_NAMES = {field.name for field in fields(SamplingParams)}
 
+KNOWN = frozenset(
+    {
+        *("model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+        *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs", "top_logprobs"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "service_tier", "prompt_cache_key"),
+    }
+)
+"""The fields of a body that are read wherever tokens are chosen."""
+
 # field -> values that ask for nothing special; null always does
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "logits_processors": ([],),
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "echo": (False,),
     "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_processors": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "mm_processor_kwargs": ({},),
     "prompt_logprobs": (),
+    "repetition_detection": (),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream": (False,),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "typical_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 

@@ -58,8 +58,11 @@ def continue_batch(
 def _again(
     caller: Caller, context: Context, batch_id: str, repetition: Repetition, body: RunAgain | None, scope: Scope
 ) -> dict[str, Any]:
-    wishes = body or RunAgain()
+    wishes, call = body or RunAgain(), f"batches/{batch_id}/{scope}"
     with context.db.reading() as session:
+        asked = (caller.project_id, call, repetition.key, wishes.model_dump())
+        if (before := idempotency.answered(session, *asked)) is not None:  # its results may be gone since
+            return before
         ended = continuation.ended(session, caller.project_id, batch_id, scope)
     new_id = ids.message_batch_id() if ended.batch.endpoint == MESSAGES else ids.batch_id()
     chosen = continuation.chosen_lines(context.store, ended)
@@ -70,12 +73,7 @@ def _again(
         )
         return _shown(session, context, row)
 
-    call = f"batches/{batch_id}/{scope}"
-    shown = context.db.run(
-        lambda session: idempotency.once(
-            session, caller.project_id, call, repetition.key, wishes.model_dump(), partial(create, session)
-        )
-    )
+    shown = context.db.run(lambda session: idempotency.once(session, *asked, partial(create, session)))
     context.dispatcher.plan(shown["id"])
     return shown
 

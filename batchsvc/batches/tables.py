@@ -97,7 +97,8 @@ class Batch(Base):
     latest_start_ms: Mapped[int | None] = mapped_column(BigInt)  # from then on it is late; the reaper keeps it true
     priority: Mapped[int] = mapped_column(Integer, default=0)  # among the project's own batches: higher runs first
     is_paused: Mapped[bool] = mapped_column(Boolean, default=False)
-    pause_reason: Mapped[str | None] = mapped_column(String(255))
+    pause_reason: Mapped[str | None] = mapped_column(String(255))  # of the operator's pause, or of one for crashes
+    is_own_pause: Mapped[bool] = mapped_column(Boolean, default=False)  # its project's, with or without another one
     num_retries: Mapped[Count]  # lines given back for another attempt
     crash_times: Mapped[list[Any] | None] = mapped_column(Json)  # [ms] of engine crashes without progress in between
     poison_times: Mapped[list[Any] | None] = mapped_column(Json)  # [ms] at which a line was found to be poison

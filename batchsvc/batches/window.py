@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from batchsvc.batches.line_prompt import Fitting, LinePrompt, tokenized
 from batchsvc.batches.part_file import PartLine, error_row
 from batchsvc.files.envelope import CheckedRecord, Line
 from batchsvc.files.lines import Problem, UnreadableFileError, shown
+from batchsvc.json_bytes import compact_json
 from engine.errors import RequestError
 from engine.text import TextModel
 
@@ -79,6 +80,19 @@ class WindowDraft:
     has_too_many: bool = False
     unreadable: Problem | None = None
     is_last: bool = False
+
+
+class UnusableModelError(Exception):
+    """A line names a model that no line can run on here."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def on(self, record: CheckedRecord) -> CheckedRecord:
+        """The record of a line that names it: nothing else need be wrong with it."""
+        problem = Problem(line=record.line_no, code=self.code, message=str(self), param="body.model")
+        return replace(record, line=None, problems=[problem])
 
 
 class _Waiting(NamedTuple):
@@ -171,6 +185,8 @@ class _Collector:
             return _Waiting(record, *endpoints.prepare(call, self._text_model(record.line.model_id)))
         except RequestError as error:
             return _Waiting(record, error=error)
+        except UnusableModelError as error:
+            return _Waiting(error.on(record))
 
     def _take(self, waiting: list[_Waiting]) -> bool:
         """Adds lines to the window. False when it is full before the last of them."""
@@ -269,5 +285,5 @@ def fold_key(params: dict[str, Any]) -> bytes | None:
         params = {**params, "seed": None}
     elif params["seed"] is None:
         return None
-    key = orjson.dumps(params)
+    key = compact_json(params)
     return key if len(key) <= _LONGEST_KEY else hashlib.blake2b(key).digest()  # a schema may be long, lines are many

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from batchsvc.cli import formats
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import DataDirOption, JsonOption
+from batchsvc.cli.options import DataDirOption, ForceFormatOption, JsonOption
 from batchsvc.cli.target import stack_options
 from batchsvc.stack.child import tail
 from batchsvc.stack.datadir import DataDir, InUseError
@@ -31,9 +32,11 @@ def up(
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="Port of the API (default: remembered, else 8080).")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="Model to serve: name, path, hf:...")
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="M", help="Model to serve: name, path, hf:... Repeat it to serve several."),
     ] = None,
+    force_format: ForceFormatOption = False,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -41,7 +44,17 @@ def up(
     console = Console(as_json=as_json)
     directory = DataDir.at(data_dir)
     directory.create()
-    options = stack_options(directory, roles=ALL, purpose="up", model=model, host=host, port=port)
+    wanted = models or []
+    options = stack_options(
+        directory,
+        roles=ALL,
+        purpose="up",
+        model=next(iter(wanted), None),
+        more_models=wanted[1:],
+        host=host,
+        port=port,
+        force_format=force_format,
+    )
     _wait_for_short_commands(directory)
 
     def ready(state: StackState) -> None:
@@ -76,13 +89,19 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     console = Console(as_json=as_json)
     directory = DataDir.at(data_dir)
     state = read_state(directory)
-    shown = status_of(directory, state)
+    served = [] if state is None else _served(state, directory)
+    shown = status_of(directory, state) | {"served": served}
     console.result(shown)
     if state is None:
         console.out(f"No stack is running in {directory.root}: start one with `batchsvc up`.")
         raise typer.Exit(Exit.FAILED)
-    console.fields({"URL": state.url, "Data": directory.root, "Model": state.model, "Phase": shown["phase"]})
+    console.fields(
+        {"URL": state.url, "Data": directory.root, "Model": ", ".join(state.models), "Phase": shown["phase"]}
+    )
     console.table(shown["processes"], ("name", "pid", "state"))
+    for row in served:
+        if ran_in := formats.told(row):
+            console.out(f"{row['id']} runs in {ran_in}")
     if not all(process["state"] == "ready" for process in shown["processes"]) or shown["phase"] != "ready":
         raise typer.Exit(Exit.FAILED)
 
@@ -121,6 +140,7 @@ def status_of(directory: DataDir, state: StackState | None) -> dict[str, Any]:
         "url": state.url if state else None,
         "data_dir": str(directory.root),
         "model": state.model if state else None,
+        "models": list(state.models) if state else [],
         "phase": _phase(state) if state else "stopped",
         "processes": [{"name": p.name, "pid": p.pid, "state": p.state} for p in processes],
     }
@@ -140,6 +160,20 @@ def _phase(state: StackState) -> str:
     return " ".join(broken) or "ready"
 
 
+def _served(state: StackState, directory: DataDir) -> list[dict[str, Any]]:
+    """The models of this stack as its API shows them; none if it doesn't answer."""
+    import httpx
+
+    try:
+        key = directory.api_key.read_text(encoding="utf-8").strip()
+        headers = {"Authorization": f"Bearer {key}"}
+        page = httpx.get(f"{state.url}/models", headers=headers, timeout=10, trust_env=False).json()
+        rows = [row for row in page["data"] if row["id"] in state.models]
+        return [{name: row[name] for name in ("id", "weight_format", "kv_format", "quality")} for row in rows]
+    except (OSError, httpx.HTTPError, ValueError, KeyError):
+        return []
+
+
 def ready_block(state: StackState, directory: DataDir) -> str:
     """What one sees when the stack is up: where it is, and four lines that work as they stand."""
     body = {"model": state.model, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16}
@@ -152,7 +186,7 @@ def ready_block(state: StackState, directory: DataDir) -> str:
             f"  URL    {state.url}",
             f"  Key    in {directory.api_key}",
             f"  Data   {directory.root}",
-            f"  Model  {state.model}",
+            f"  Model  {', '.join(state.models)}",
             "",
             "Four lines to copy:",
             f"  export OPENAI_BASE_URL={state.url} OPENAI_API_KEY=$(cat {shlex.quote(str(directory.api_key))})",

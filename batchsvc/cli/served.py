@@ -1,4 +1,4 @@
-"""Whether the stack that a command started can run a batch: an own stack has one engine worker, with one model."""
+"""Whether the stack that a command started can run a batch: a command's own stack has one engine worker."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def check(session: Session, batch: dict[str, Any]) -> None:
     if batch.get("models") is not None:
         lacking = [name for name, pin in batch["models"].items() if served not in (None, pin["digest"])]
         if lacking:
+            every = " ".join(f"--model {name}" for name in batch["models"])
             raise CommandError(
                 f"{batch['id']} needs workers for {' and '.join(lacking)} too, and this command has started "
-                f"{session.model} alone: give it to a deployment with a worker for each of its models."
+                f"{session.model} alone: go on with it while `batchsvc up {every}{session.target.flags()}` runs."
             )
         return
     if digests.get(session.model, batch["model_digest"]) != batch["model_digest"]:

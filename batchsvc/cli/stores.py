@@ -144,14 +144,15 @@ def _opened(server: AdminOptions) -> AbstractContextManager[Stores]:
 def _own(server: AdminOptions) -> OwnStore:
     """What is the service's own in the deployment that the flags name."""
     from batchsvc.files.store_service import OwnStore
+    from batchsvc.sealing import Seals
     from batchsvc.settings import Settings
     from batchsvc.stack.children import BUCKET, Secrets
     from batchsvc.stack.datadir import DataDir
 
     if server.from_env:
-        settings = Settings.from_env()
-        return OwnStore(settings.bucket, settings.s3_access_key)
-    return OwnStore(BUCKET, Secrets.of(DataDir.at(server.data_dir)).s3_key)
+        return OwnStore.of(Settings.from_env())
+    secrets = Secrets.of(DataDir.at(server.data_dir))
+    return OwnStore(BUCKET, secrets.s3_key, Seals.of(secrets.sealing))
 
 
 def _secret(name: str) -> str:

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import structlog
+from sqlalchemy import ColumnElement
 
 from batchsvc import failpoints, logs
 from batchsvc.clock import monotonic_s
@@ -36,7 +37,7 @@ PARAM = "input_file_id"
 _WAITS_S = (5.0, 30.0, 120.0, 300.0, 600.0)  # between attempts; after the last one it is given up
 _MAX_ETAG_CHARS = 128
 _SLOW_S, _LEAST_BYTES_PER_S = 60.0, 256 * 1024  # a store that drips would hold a planner for ever
-_CHUNK_BYTES, _LOOK_S = 64 * 1024, 5.0
+_CHUNK_BYTES, _LOOK_S = 64 * 1024, 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -87,6 +88,11 @@ def origin_of(file: File) -> Origin | None:
     )
 
 
+def is_abroad() -> tuple[ColumnElement[bool], ...]:
+    """The same as conditions on a file's row."""
+    return (File.source_uri.is_not(None), File.sha256 == "")
+
+
 def head(db: Database, project_id: str, uri: S3Uri, settings: Settings) -> ObjectInfo:
     """Size and version of the object that a call names. Raises a ServiceError that names the parameter.
 
@@ -129,10 +135,11 @@ def _fetched(db: Database, store: ObjectStore, settings: Settings, origin: Origi
     try:
         copy = _found(store, origin, keep)
         if copy is None:
-            pieces = _pieces(db, settings, origin)
+            pieces = _pieces(db, settings, origin, keep)
             copy = put_pieces(store, origin.s3_key, pieces, writer=_writer(origin), keep=keep)
             failpoints.reach("import.stored")
     except _SilentError as error:
+        keep()  # it may be we who have ended it
         failures = db.run(lambda session: service.note_failure(session, origin.file_id))
         log.warning("import.failed", file=origin.file_id, failures=failures, **logs.where(error.__cause__ or error))
         if failures > len(_WAITS_S):
@@ -156,13 +163,13 @@ def _found(store: ObjectStore, origin: Origin, keep: Callable[[], None]) -> Stor
     return StoredObject(etag=info.etag, sha256=sha256.hexdigest(), size_bytes=info.size_bytes)
 
 
-def _pieces(db: Database, settings: Settings, origin: Origin) -> Iterator[bytes]:
+def _pieces(db: Database, settings: Settings, origin: Origin, keep: Callable[[], None]) -> Iterator[bytes]:
     """The bytes of the pinned version, all of them, or an error that says what the tenant's store has done."""
     try:
         uri = s3_uri.parse_object(origin.uri, PARAM)
         with db.reading() as session:
             access = store_service.access(session, origin.project_id, uri, settings, PARAM)
-        with closing(store_service.opened(access, settings)) as source, _Pace(source.cut) as pace:
+        with closing(store_service.opened(access, settings)) as source, _Pace(source.cut, keep) as pace:
             yield from _whole(source.stream(uri.key, etag=origin.etag, chunk=_CHUNK_BYTES), origin.size_bytes, pace)
     except OtherVersionError as error:
         raise ImportFailedError("input_replaced", f"{origin.uri} was replaced after it was named.") from error
@@ -186,12 +193,13 @@ def _whole(pieces: Iterator[bytes], size_bytes: int, pace: _Pace) -> Iterator[by
 
 
 class _Pace:
-    """Sees that bytes come fast enough while its context lasts, and calls `cut` if they don't: a read that waits for
-    a store that sends a byte now and then never ends by itself."""
+    """Sees that bytes come fast enough while its context lasts, and calls `cut` if they don't, or if `keep` says that
+    the copy must stop: a read that waits for a store that sends a byte now and then never ends by itself."""
 
-    def __init__(self, cut: Callable[[], None]) -> None:
+    def __init__(self, cut: Callable[[], None], keep: Callable[[], None]) -> None:
         self.passed = 0
         self._cut = cut
+        self._keep = keep
         self._began_s = monotonic_s()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pace", daemon=True)
@@ -207,9 +215,17 @@ class _Pace:
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
             took_s = monotonic_s() - self._began_s
-            if took_s > _SLOW_S and self.passed < took_s * _LEAST_BYTES_PER_S:
+            is_slow = took_s > _SLOW_S and self.passed < took_s * _LEAST_BYTES_PER_S
+            if is_slow or self._must_stop():
                 self._cut()
                 return
+
+    def _must_stop(self) -> bool:
+        try:
+            self._keep()
+        except Exception:
+            return True
+        return False
 
 
 def _writer(origin: Origin) -> str:

@@ -8,9 +8,9 @@ from batchsvc.errors import InvalidRequestError
 from batchsvc.files.lines import Problem, parse_object
 
 
-def request_object(data: bytes) -> dict[str, Any]:
+def request_object(data: bytes, what: str = "The request's body") -> dict[str, Any]:
     """Raises InvalidRequestError."""
-    found = parse_object(data, line_no=1, code="invalid_json", what="The request's body")
+    found = parse_object(data, line_no=1, code="invalid_json", what=what)
     if isinstance(found, Problem):
         raise InvalidRequestError(found.message, code="invalid_json")
     if found.overflow is not None:

@@ -21,7 +21,7 @@ def register_store(_admin: AdminDep, context: ContextDep, body: RegisterStore) -
     """Let a project reach a prefix of a bucket; the same again changes its keys, its server or its region."""
     settings = context.settings
     store_service.check_endpoint(body.endpoint, Egress.parse(settings.egress_allow))
-    own = OwnStore(settings.bucket, settings.s3_access_key)
+    own = OwnStore.of(settings)
     return context.db.run(lambda session: store_object(store_service.register(session, body, own)))
 
 

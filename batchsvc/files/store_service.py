@@ -21,6 +21,7 @@ from batchsvc.files import s3_uri, store_queries
 from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.store_schemas import RegisterStore
 from batchsvc.files.tables import TenantStore
+from batchsvc.sealing import Seals
 from batchsvc.settings import Settings
 from batchsvc.store.foreign import Access, ForeignBucket
 
@@ -29,10 +30,15 @@ _ANYWHERE = Egress((IPv4Network("0.0.0.0/0"), IPv6Network("::/0")))
 
 @dataclass(frozen=True, slots=True)
 class OwnStore:
-    """The service's own bucket, and the key that reaches it."""
+    """The service's own bucket, the key that reaches it, and what seals secrets."""
 
     bucket: str
     access_key: str | None
+    seals: Seals
+
+    @classmethod
+    def of(cls, settings: Settings) -> OwnStore:
+        return cls(settings.bucket, settings.s3_access_key, Seals.of(settings.secret_key))
 
 
 def check_endpoint(endpoint: str | None, egress: Egress) -> None:
@@ -73,7 +79,8 @@ def register(session: Session, body: RegisterStore, own: OwnStore) -> TenantStor
         )
         session.add(row)
     row.endpoint, row.region, row.updated_ms = body.endpoint, body.region, now
-    row.access_key, row.secret_key = body.access_key, body.secret_key.get_secret_value()
+    row.access_key, row.secret_key = body.access_key, ""
+    row.sealed_secret = own.seals.seal(body.secret_key.get_secret_value(), _purpose(row))
     session.flush()
     return row
 
@@ -104,13 +111,20 @@ def access(session: Session, project_id: str, uri: S3Uri, settings: Settings, pa
             param=param,
         )
     row = max(covering, key=lambda one: len(one.prefix))
+    secret_key = row.secret_key
+    if row.sealed_secret is not None:
+        secret_key = Seals.of(settings.secret_key).opened(row.sealed_secret, _purpose(row))
     return Access(
         bucket=row.bucket,
         endpoint=row.endpoint,
         region=row.region,
         access_key=row.access_key,
-        secret_key=row.secret_key,
+        secret_key=secret_key,
     )
+
+
+def _purpose(row: TenantStore) -> str:
+    return f"the store {row.id}"
 
 
 def opened(found: Access, settings: Settings) -> ForeignBucket:

@@ -56,7 +56,8 @@ class TenantStore(Base):
     endpoint: Mapped[str | None] = mapped_column(String(2048))  # null: AWS
     region: Mapped[str] = mapped_column(String(64))
     access_key: Mapped[str] = mapped_column(String(256))
-    secret_key: Mapped[str] = mapped_column(String(256))  # as it is: what signs can't be kept as a hash
+    secret_key: Mapped[str] = mapped_column(String(256))  # of a row from before secrets were sealed; else empty
+    sealed_secret: Mapped[str | None] = mapped_column(String(1024))  # batchsvc/sealing.py
     created_ms: Mapped[Millis]
     updated_ms: Mapped[Millis]
 

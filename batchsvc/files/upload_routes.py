@@ -14,7 +14,7 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
-from batchsvc.accounts.idempotency import RepetitionDep
+from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from batchsvc.files import service as files
 from batchsvc.files import upload_service as service
@@ -31,9 +31,14 @@ router = APIRouter(prefix="/v1/uploads")
 
 @router.post("")
 def create_upload(
-    caller: CallerDep, context: ContextDep, body: CreateUpload, repetition: RepetitionDep
+    caller: CallerDep,
+    context: ContextDep,
+    arrived_ms: ArrivalDep,
+    body: CreateUpload,
+    repetition: RepetitionDep,
 ) -> dict[str, Any]:
-    """Begin a file of a known length that comes in parts."""
+    """Begin a file of a known length that comes in parts. Sent again unasked, it finds the upload that it has begun,
+    unless something has come into that since: then it was another call that said the same."""
     upload_id, settings = ids.upload_id(), context.settings
 
     def create(session: Session) -> dict[str, Any]:
@@ -48,11 +53,17 @@ def create_upload(
         )
         return upload_object(row, row.status)
 
-    return context.db.run(
-        lambda session: idempotency.once(
-            session, caller.project_id, "uploads", repetition.key, body.model_dump(), partial(create, session)
-        )
+    digest = idempotency.digest_of(body.model_dump())
+    sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
+    made = context.db.run(
+        lambda session: idempotency.once_sent(session, caller.project_id, "uploads", sent, partial(create, session))
     )
+    if repetition.is_retry and made["id"] != upload_id:
+        with context.db.reading() as session:
+            is_fresh = service.is_fresh(session, caller.project_id, made["id"])
+        if not is_fresh:
+            return context.db.run(create)
+    return made
 
 
 @router.post("/{upload_id}/parts", openapi_extra=takes_form("data"))

@@ -77,6 +77,12 @@ def status_of(session: Session, row: Upload) -> str:
     return EXPIRED if row.status == PENDING and row.expires_ms <= database_now_ms(session) else row.status
 
 
+def is_fresh(session: Session, project_id: str, upload_id: str) -> bool:
+    """Whether an upload is pending and nothing has come into it yet."""
+    row = queries.upload(session, project_id, upload_id)
+    return row is not None and status_of(session, row) == PENDING and queries.sizes(session, row.id)[0] == 0
+
+
 def get_pending(session: Session, project_id: str, upload_id: str, *, is_locked: bool = False) -> Upload:
     """An upload that takes parts. Raises NotFoundError, or InvalidRequestError for one that has ended."""
     row = _get(session, project_id, upload_id, is_locked=is_locked)

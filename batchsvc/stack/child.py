@@ -45,6 +45,11 @@ class ChildSpec:
     grace_s: float = 10
     on_death: Callable[[int], None] | None = None  # called with the pid of a child that ended by itself
 
+    @property
+    def role(self) -> str:
+        """What it does: a second engine worker is `engine-2`."""
+        return self.name.partition("-")[0]
+
 
 @dataclass(slots=True)
 class Child:

@@ -1,4 +1,4 @@
-"""The five processes of a stack: how each is started, with which settings, and when it counts as ready."""
+"""The five processes of a stack, and one more for each further model: how they start, and when they are ready."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Secrets:
     s3_key: str
     s3_secret: str
     jwt: str
+    sealing: str
 
     @classmethod
     def of(cls, directory: DataDir) -> Secrets:
@@ -34,6 +35,7 @@ class Secrets:
             s3_key=directory.secret("s3_access_key", lambda: "batchsvc" + secrets.token_hex(8)),
             s3_secret=directory.secret("s3_secret_key", lambda: secrets.token_hex(24)),
             jwt=directory.secret("s3_jwt_key", lambda: secrets.token_hex(24)),
+            sealing=directory.secret("secret_key", lambda: secrets.token_hex(32)),
         )
 
 
@@ -61,9 +63,11 @@ def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int]
         "AWS_SECRET_ACCESS_KEY": keys.s3_secret,
         "AWS_REGION": "us-east-1",
         "BATCHSVC_BUCKET": BUCKET,
+        "BATCHSVC_SECRET_KEY": keys.sealing,
         "BATCHSVC_MODEL": options.model,
         "BATCHSVC_HOST": options.host,
         "BATCHSVC_PORT": str(ports["api"]),
+        **({"BATCHSVC_FORCE_FORMAT": "true"} if options.force_format else {}),
     }
 
 
@@ -73,9 +77,10 @@ def specs(
     """The processes of the wanted roles, in the order of their start."""
     env = service_env(directory, options, ports, keys)
 
-    def ours(*module: str) -> services.Command:
+    def ours(*module: str, **settings: str) -> services.Command:
         # -P: the data directory is the working directory, and nothing in it may pass for our code
-        return services.Command(argv=(sys.executable, "-P", "-m", *module), env=env, cwd=directory.root)
+        argv = (sys.executable, "-P", "-m", *module)
+        return services.Command(argv=argv, env=env | settings, cwd=directory.root)
 
     weed_ports = {name: ports[name] for name in services.WEED_PORTS}
     livez = api_url(options, ports).removesuffix("/v1") + "/livez"
@@ -100,15 +105,18 @@ def specs(
         ),
         ChildSpec(name="api", command=ours("batchsvc.app"), is_ready=lambda _pid: _answers(livez), grace_s=10),
         ChildSpec(name="control", command=ours("workers", "control"), is_ready=lambda _pid: True, grace_s=_DRAIN_S),
-        ChildSpec(
-            name="engine",
-            command=ours("workers", "engine"),
-            is_ready=hooks.is_alive,
-            grace_s=_DRAIN_S,
-            on_death=hooks.free_leases,
+        *(
+            ChildSpec(
+                name="engine" if number == 1 else f"engine-{number}",
+                command=ours("workers", "engine", BATCHSVC_MODEL=model),
+                is_ready=hooks.is_alive,
+                grace_s=_DRAIN_S,
+                on_death=hooks.free_leases,
+            )
+            for number, model in enumerate(options.models, start=1)
         ),
     ]
-    return [spec for spec in every if spec.name in options.roles]
+    return [spec for spec in every if spec.role in options.roles]
 
 
 def remove_sockets(ports: dict[str, int]) -> None:

@@ -24,16 +24,24 @@ CANCELLING: tuple[Role, ...] = ("valkey", "seaweedfs", "api", "control")  # enou
 class StackOptions:
     """One start of a stack. `purpose` is the command that owns it: `up` stays, any other ends with its command.
 
-    `needs_model`: the model is fetched and registered even if no engine is among the roles.
+    `needs_model`: the model is fetched and registered even if no engine is among the roles. `more_models` have an
+    engine worker each, beside that of `model`. `force_format`: formats are served that are over their limits.
     """
 
     root: Path
     host: str = DEFAULT_HOST
     port: int | None = None
     model: str = DEFAULT_MODEL
+    more_models: tuple[str, ...] = ()
     purpose: str = "up"
     roles: tuple[Role, ...] = ALL
     needs_model: bool = False
+    force_format: bool = False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys((self.model, *self.more_models)))
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "root": str(self.root)})
@@ -41,7 +49,8 @@ class StackOptions:
     @classmethod
     def from_json(cls, text: str) -> StackOptions:
         values = json.loads(text)
-        return cls(**{**values, "root": Path(values["root"]), "roles": tuple(values["roles"])})
+        lists = {name: tuple(values[name]) for name in ("roles", "more_models")}
+        return cls(**{**values, "root": Path(values["root"]), **lists})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +74,7 @@ class StackState:
     model: str
     roles: tuple[str, ...]
     phase: str
+    models: tuple[str, ...] = ()
     is_ready: bool = False
     processes: tuple[ProcessState, ...] = field(default=())
 
@@ -105,6 +115,7 @@ def _parse(found: Any) -> StackState | None:
         return None
     try:
         processes = tuple(ProcessState(**p) for p in found["processes"])
-        return StackState(**{**found, "roles": tuple(found["roles"]), "processes": processes})
+        lists = {name: tuple(found.get(name, ())) for name in ("roles", "models")}
+        return StackState(**{**found, **lists, "processes": processes})
     except (KeyError, TypeError):
         return None

@@ -109,7 +109,7 @@ class Supervisor:
         data = [child for child in self._children if child.spec.is_data]
         ours = [child for child in self._children if not child.spec.is_data]
 
-        self._tell("Starting " + " and ".join(_TITLES[child.spec.name] for child in data) + ".")
+        self._tell("Starting " + " and ".join(_TITLES[child.spec.role] for child in data) + ".")
         for child in data:
             child.start()
         from batchsvc.db.session import Database  # a second of imports, while the data services start
@@ -120,18 +120,23 @@ class Supervisor:
         for pid in left_engines:  # what a killed stack was working on is free at once
             self._free_leases(pid)
         is_known = prepare.registered_path(directory, options.model) is not None
-        if "engine" in options.roles or (not is_known and (options.needs_model or _is_at_hand(options.model))):
+        if "engine" in options.roles:
+            for model in options.models:
+                prepare.prepare_model(self._database, model, self._tell)
+        elif not is_known and (options.needs_model or _is_at_hand(options.model)):
             prepare.prepare_model(self._database, options.model, self._tell)
         self._wait_for(data, _DATA_READY_S)
-        for child in ours:
+        services = [child for child in ours if child.spec.role != "engine"]
+        engines = [child for child in ours if child.spec.role == "engine"]
+        for child in (*services, *engines[:1]):
             child.start()
-        services = [child for child in ours if child.spec.name != "engine"]
-        self._tell("Starting " + " and ".join(_TITLES[child.spec.name] for child in services) + ".")
+        self._tell("Starting " + " and ".join(_TITLES[child.spec.role] for child in services) + ".")
         self._wait_for(services, _SERVICE_READY_S)
-        engines = [child for child in ours if child.spec.name == "engine"]
-        if engines:
-            self._tell(f"Loading {options.model} and warming up the engine.")
-            self._wait_for(engines, None)
+        for number, (child, model) in enumerate(zip(engines, options.models, strict=False)):
+            if number:  # each plans its memory by what the ones before it have left
+                child.start()
+            self._tell(f"Loading {model} and warming up the engine.")
+            self._wait_for([child], None)
 
     def _wait_for(self, waited: list[Child], limit_s: float | None) -> None:
         started = time.monotonic()
@@ -175,11 +180,12 @@ class Supervisor:
         lines = [line for line in child.last_lines() if line.strip()]
         if self._is_starting and code > 0 and not child.spec.is_data:
             why = reason_in(lines) or f"it ended with exit code {code}."
-            title = _TITLES[name][:1].upper() + _TITLES[name][1:]
+            title = _TITLES[child.spec.role][:1].upper() + _TITLES[child.spec.role][1:]
             raise UnavailableError(f"{title} can't start: {why} (log: {child.log})")
         if child.spec.is_data and len(recent) + 1 >= _CRASHES:
             raise UnavailableError(
-                f"{_TITLES[name]} crashed {_CRASHES} times in a minute; the end of {child.log}:\n" + "\n".join(lines)
+                f"{_TITLES[child.spec.role]} crashed {_CRASHES} times in a minute; the end of {child.log}:\n"
+                + "\n".join(lines)
             )
         pause = 0.0 if not recent else min(_LONGEST_PAUSE_S, 0.5 * 2 ** len(recent))
         child.restart_at, child.state = now + pause, "restarting"
@@ -191,7 +197,7 @@ class Supervisor:
     def _stop(self) -> None:
         self._phase = "stopping"
         for names in (("engine", "control"), ("api",), ("seaweedfs", "valkey")):
-            group = [child for child in self._children if child.spec.name in names]
+            group = [child for child in self._children if child.spec.role in names]
             for child in group:
                 child.terminate()
             self._publish(self._phase)
@@ -237,6 +243,7 @@ class Supervisor:
             purpose=self.options.purpose,
             url=children.api_url(self.options, self._ports) if self._ports else "",
             model=self.options.model,
+            models=self.options.models,
             roles=self.options.roles,
             phase=phase,
             is_ready=phase != "stopping" and bool(self._children) and all(c.state == "ready" for c in self._children),
@@ -316,4 +323,4 @@ def _end_leftovers(directory: DataDir) -> list[int]:
             process.wait(10)
         except psutil.Error:
             continue
-    return [p.pid for p in state.processes if p.pid is not None and p.name == "engine"]
+    return [p.pid for p in state.processes if p.pid is not None and p.name.startswith("engine")]

@@ -97,19 +97,22 @@ def serving(settings: Settings, dispatcher: NullDispatcher) -> Iterator[str]:
         thread.join(30)
 
 
-@pytest.fixture(scope="package", params=["sqlite", "postgresql"])
-def server(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    redis_url: str,
-    s3_server: servers.S3Server,
-) -> Iterator[Api]:
-    """One server a database for all contract tests; each test works in a project of its own."""
-    if request.param == "sqlite":
-        yield from _api(f"sqlite:///{tmp_path_factory.mktemp('api') / 'test.sqlite3'}", redis_url, s3_server)
-    else:
-        with servers.fresh_database(request.getfixturevalue("postgres_url")) as url:
-            yield from _api(url, redis_url, s3_server)
+@pytest.fixture(scope="session")
+def sqlite_api(tmp_path_factory: pytest.TempPathFactory, redis_url: str, s3_server: servers.S3Server) -> Iterator[Api]:
+    yield from _api(f"sqlite:///{tmp_path_factory.mktemp('api') / 'test.sqlite3'}", redis_url, s3_server)
+
+
+@pytest.fixture(scope="session")
+def postgresql_api(postgres_url: str, redis_url: str, s3_server: servers.S3Server) -> Iterator[Api]:
+    with servers.fresh_database(postgres_url) as url:
+        yield from _api(url, redis_url, s3_server)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def server(request: pytest.FixtureRequest) -> Api:
+    """One server a database for all contract tests, started once; each test works in a project of its own."""
+    made: Api = request.getfixturevalue(f"{request.param}_api")
+    return made
 
 
 def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Api]:
@@ -120,6 +123,7 @@ def _api(database_url: str, redis_url: str, s3: servers.S3Server) -> Iterator[Ap
             "AWS_ENDPOINT_URL_S3": s3.endpoint,
             "AWS_ACCESS_KEY_ID": s3.access_key,
             "AWS_SECRET_ACCESS_KEY": s3.secret_key,
+            "BATCHSVC_SECRET_KEY": servers.SECRET_KEY,
             "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
             "BATCHSVC_MAX_INPUT_BYTES": str(24 * 1024 * 1024),
             "BATCHSVC_EGRESS_ALLOW": "127.0.0.0/8",

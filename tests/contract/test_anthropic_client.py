@@ -18,6 +18,7 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.tables import Batch, Unit
 from batchsvc.clock import now_ms
 from batchsvc.files import service as files
+from batchsvc.files.tables import File
 from batchsvc.store import keys
 from tests.contract.conftest import DIGEST, MODEL, Api
 
@@ -220,6 +221,51 @@ def test_a_call_of_a_wrong_shape_is_refused_whole(api: Api, client: anthropic.An
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error" and body["error"]["message"]
     assert refused.value.request_id == body["request_id"]
     assert list(api.store.list_keys(f"{keys.INPUTS}{api.project_id}/")) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"[]", 400),
+        (b'{"requests":', 400),
+        (b'{"requests":[{"custom_id":"a","params":{}}]', 400),
+        (b'{"requests":[{"custom_id":"a","params":{}},]}', 400),
+        (b'{"requests":[{"custom_id":"a","params":{}}],"x":1}', 400),
+        (b'{"requests":[{"custom_id":"a","params":{"a":1,"a":2}}]}', 400),
+        (b'{"requests":[{"custom_id":"a","params":{"a":1e400}}]}', 400),
+        (b'{"requests":[{"custom_id":"a","params":{"a":NaN}}]}', 400),
+        (b'{"requests":[{"custom_id":"a","params":{"a":"' + b"x" * 26_000_000 + b'"}}]}', 413),
+    ],
+)
+def test_a_body_that_can_not_be_read_leaves_nothing(api: Api, body: bytes, status: int) -> None:
+    answer = api.call("POST", "/v1/messages/batches", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+    assert list(api.store.list_keys(f"{keys.INPUTS}{api.project_id}/")) == []
+
+
+def test_a_large_call_is_stored_as_it_comes(api: Api) -> None:
+    """In pieces that end anywhere, and as more than one part of an upload."""
+    text, count = "word " * 20_000, 110
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"requests": ['
+        for number in range(count):
+            params = PARAMS | {"messages": [{"role": "user", "content": f"{number} {text}"}]}
+            request = orjson.dumps({"custom_id": f"c{number}", "params": params})
+            yield (b"," if number else b"") + request[:1000]
+            yield request[1000:]
+        yield b"]}"
+
+    answer = api.call("POST", "/v1/messages/batches", content=pieces())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["request_counts"]["processing"] == count
+    with api.db.reading() as session:
+        row = session.get_one(Batch, answer.json()["id"])
+        file = session.get_one(File, row.input_file_id)
+    assert file.size_bytes > count * len(text) > 10_000_000
+    last = api.store.get(file.s3_key).rstrip(b"\n").rpartition(b"\n")[2]
+    assert orjson.loads(last)["body"]["messages"][0]["content"].startswith(f"{count - 1} word")
 
 
 def test_errors_have_anthropics_classes(api: Api, client: anthropic.Anthropic) -> None:

@@ -155,6 +155,24 @@ def test_a_retried_upload_is_one_file(api: Api) -> None:
     assert again != first.json()["id"] and api.call("GET", f"/v1/files/{again}").status_code == 200
 
 
+def test_a_retried_upload_in_parts_is_begun_once(api: Api) -> None:
+    call = {"bytes": 8, "filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "batch"}
+
+    def begin(retry_count: str, **changes: Any) -> str:
+        headers = {"x-stainless-retry-count": retry_count}
+        answer = api.call("POST", "/v1/uploads", json=call | changes, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    first = begin("0")
+    assert begin("1") == begin("2") == first != begin("1", bytes=9)
+    second = begin("0")
+    assert second != first, "two calls that say the same are two"
+    assert begin("1") == second
+    assert api.call("POST", f"/v1/uploads/{second}/parts", files={"data": b'{"a":1}\n'}).status_code == 200
+    assert begin("1") not in (first, second), "that was another call: something has come into its upload"
+
+
 def test_answers_are_kept_for_a_day_and_not_for_ever(api: Api) -> None:
     file = upload(api).json()["id"]
     first = create(api, file, headers={"Idempotency-Key": "k"}).json()["id"]

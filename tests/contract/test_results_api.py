@@ -163,14 +163,32 @@ def test_a_project_pauses_and_resumes_its_batch(api: Api) -> None:
         assert paused["expires_at"] == before["expires_at"]
     resumed = api.call("POST", f"/v1/batches/{batch_id}/resume").json()
     assert resumed["waiting_for"] != "paused"
-    assert api.call("POST", f"/v1/admin/batches/{batch_id}/pause", api.admin_key).status_code == 200
-    api.call("POST", f"/v1/batches/{batch_id}/pause")
-    refused = envelope(api.call("POST", f"/v1/batches/{batch_id}/resume"), 403)
-    assert refused["code"] == "paused_by_operator" and "by the operator" in refused["message"]
-    api.call("POST", f"/v1/admin/batches/{batch_id}/resume", api.admin_key)
     cancel(api, batch_id)
     for verb in ("pause", "resume"):
         assert envelope(api.call("POST", f"/v1/batches/{batch_id}/{verb}"), 400)["param"] == "batch_id"
+
+
+def test_a_project_and_an_operator_have_a_pause_each(api: Api) -> None:
+    """Neither ends the other's, and the batch runs on when both have ended."""
+    batch_id = add_batch(api)
+
+    def waits(verb: str, *, admin: bool) -> str | None:
+        path = f"/v1/{'admin/' if admin else ''}batches/{batch_id}/{verb}"
+        answer = api.call("POST", path, api.admin_key if admin else "")
+        assert answer.status_code == 200, answer.text
+        found: str | None = answer.json()["waiting_for"]
+        return found
+
+    for _ in range(2):
+        assert waits("pause", admin=True) == waits("pause", admin=False) == "paused: by the operator"
+    assert waits("resume", admin=True) == "paused", "the project's own"
+    assert waits("pause", admin=True) == "paused: by the operator"
+    assert waits("resume", admin=False) == "paused: by the operator"
+    refused = envelope(api.call("POST", f"/v1/batches/{batch_id}/resume"), 403)
+    assert refused["code"] == "paused_by_operator" and "by the operator" in refused["message"]
+    assert "paused" not in (waits("resume", admin=True) or "")
+    assert waits("pause", admin=False) == "paused"
+    assert "paused" not in (waits("resume", admin=False) or "")
 
 
 def test_a_batch_that_is_cancelled_in_the_same_moment_is_not_paused(api: Api) -> None:
@@ -213,6 +231,12 @@ def test_a_repeated_retry_is_one_batch(api: Api) -> None:
     fresh = api.call("POST", path).json()["id"]
     again = api.call("POST", path, headers={"x-stainless-retry-count": "1"}).json()["id"]
     assert again == fresh != named[0]
+    world_of(api).set_batch(batch_id, error_file_id="file-gone")
+    again = api.call("POST", path, headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.json()["id"]) == (200, named[0]), "its results were deleted since"
+    other = api.call("POST", path, headers={"Idempotency-Key": "k"}, json={"name": "other"})
+    assert envelope(other, 422)["code"] == "idempotency_key_reused"
+    assert "results" in envelope(api.call("POST", path), 404)["message"]
 
 
 def test_retries_at_the_same_time_wait_for_the_first(api: Api) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from tests.e2e.conftest import (
     read_lines,
     write_lines,
 )
+from tests.tiny import make_tiny_model
 
 
 @pytest.mark.slow
@@ -102,3 +104,32 @@ def test_watch_starts_the_engine_that_its_batch_needs(
     again = cli("watch", batch_id, *flags)
     assert again.code == 0, again.err
     assert cli("show", overridden.out.strip(), "--json", *flags).json["status"] in ("in_progress", "completed")
+
+
+@pytest.mark.slow
+def test_a_stack_of_two_models_runs_a_file_that_names_both(
+    stack_env: dict[str, str], tiny_model: str, tmp_path: Path
+) -> None:
+    other = str(make_tiny_model(tmp_path / "other", seed=5, context_tokens=2048))
+    directory = DataDir(tmp_path / "d")
+    flags = ["--data-dir", str(directory.root)]
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*BATCHSVC, *arguments, *flags], env=stack_env, capture_output=True, text=True, timeout=LIVENESS_S
+        )
+
+    up = command("up", "--detach", "--port", "0", "--model", tiny_model, "--model", other)
+    try:
+        assert up.returncode == 0 and f"{tiny_model}, {other}" in up.stdout, up.stderr
+        source = write_lines(tmp_path / "in.jsonl", [line(at, (tiny_model, other)[at % 2]) for at in range(6)])
+        run = command("run", str(source), "--models-by-line", "-o", str(tmp_path / "out.jsonl"))
+        assert run.returncode == 0, run.stderr
+        named = [row["response"]["body"]["model"] for row in read_lines(tmp_path / "out.jsonl")]
+        assert named == [tiny_model, other] * 3
+        names = [process["name"] for process in json.loads(command("status", "--json").stdout)["processes"]]
+        assert names[-2:] == ["engine", "engine-2"]
+    finally:
+        assert command("down").returncode == 0
+    lone = command("run", str(source), "--models-by-line", "-o", str(tmp_path / "2.jsonl"), "--name", "again")
+    assert lone.returncode == 1 and f"batchsvc up --model {tiny_model} --model {other}" in lone.stderr

@@ -40,6 +40,7 @@ def service(
             "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
             "AWS_ACCESS_KEY_ID": s3_server.access_key,
             "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+            "BATCHSVC_SECRET_KEY": servers.SECRET_KEY,
             "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
         }
     ).model_copy(update=FAST | {"poll_s": 0.05, "flush_s": 0.1})

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select
 
-from batchsvc.batches import quota_queries, unit_queries
+from batchsvc.batches import finalize_queries, quota_queries, unit_queries
 from batchsvc.batches.tables import Batch, Unit
 from engine.fake import FakeEngine
 from tests.batchsvc.batches.planned import PROJECT, URL, jsonl, line
 from tests.inputs.service import Service
 from tests.workers.test_engine_run import completed, until
+from tests.workers.test_processes import environment
+
+_FINALIZE = """
+import sys
+from batchsvc.db.session import Database
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from workers.finalize import Finalizer
+settings = Settings.from_env()
+Finalizer(settings, Database(settings.database_url), ObjectStore(settings), "killed").finalize(sys.argv[1])
+"""
 
 
 def lines(count: int, max_tokens: int = 20) -> bytes:
@@ -97,13 +111,20 @@ def test_input_21_cancelled_while_it_is_merged_and_after(service: Service) -> No
 
 
 def test_input_22_the_window_passes(service: Service) -> None:
-    """Done lines are delivered and paid, the rest says why, the quota is free; a finalizer may die in between."""
+    """Done lines are delivered and paid, the rest says why, the quota is free. The process that ends the batch is
+    killed when it has sealed it, and so is its successor with everything put together; the third finds all of it."""
     before = held(service)
     batch_id = service.start(lines(30))
     assert held(service) > before
     with service.working(slow(service)):
         until(lambda: service.world.batch(batch_id).completed >= 12, "40 % of the lines")
         service.change(batch_id, expires_ms=1)
+        for where in ("batch.sealed", "batch.publishing"):
+            until(lambda: is_due(service, batch_id), "the end of the window")
+            killed_at(service, batch_id, where)
+            assert service.shown(batch_id)["status"] == "finalizing"
+            service.change(batch_id, fin_lease_ms=0)
+    with service.working():  # a worker that comes back finds nothing to do
         until(lambda: service.finalize(batch_id), "the end")
     ended = service.ended(batch_id)
     assert ended.batch["status"] == "expired"
@@ -113,6 +134,18 @@ def test_input_22_the_window_passes(service: Service) -> None:
     assert held(service) == before
     assert not service.finalize(batch_id), "nothing changes it any more"
     assert service.ended(batch_id) == ended
+
+
+def is_due(service: Service, batch_id: str) -> bool:
+    with service.planned.db.reading() as session:
+        return finalize_queries.is_due(session, batch_id)
+
+
+def killed_at(service: Service, batch_id: str, where: str) -> None:
+    """A process of its own ends the batch, and is killed there."""
+    env = environment(service.settings, Path(), BATCHSVC_FAILPOINTS=f"{where}=kill")
+    killed = subprocess.run([sys.executable, "-c", _FINALIZE, batch_id], env=env, capture_output=True, timeout=60)
+    assert killed.returncode == -9, killed.stderr
 
 
 def held(service: Service) -> int:

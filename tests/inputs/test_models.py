@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from tests.tiny import make_tiny_model
 from tests.workers.test_engine_run import until
 
 BY_LINE = {"models": "by_line"}
+COMPLETIONS = "/v1/completions"
 NAMES = ("tiny", "other", "second")  # the third is the first under another name, at another price
 RATES = {
     "tiny": Rates(input=10_000_000, cached_input=2_500_000, output=40_000_000),
@@ -189,3 +191,51 @@ def test_input_15_an_estimate_is_of_one_model(service: Service, other: Other) ->
     quote = service.door.quote(mixed(3), **BY_LINE)
     differs = service.door.create(quote["input_file_id"], quote_id=quote["id"], models="one")
     assert (differs.status_code, differs.json()["error"]["code"]) == (400, "quote_changed")
+
+
+def test_input_15_a_model_that_can_not_be_used_costs_its_lines(service: Service, other: Other, workers: None) -> None:
+    """Its files are gone, or it has no price: with `skip` its lines say so, without it the batch does."""
+    with service.planned.db.transaction() as session:
+        models.register(session, "gone", "/nowhere/gone", digest="0" * 64, context_tokens=CONTEXT_TOKENS)
+    lines = jsonl(line("a"), line("b", model="gone"), line("c", model="other"), line("d", model="gone"))
+    ended = service.run(lines, on_invalid="skip", **BY_LINE)
+    assert ended.codes == {2: "model_not_available", 4: "model_not_available"}
+    assert "/nowhere/gone" in ended.errors[2]["error"]["message"] and ended.errors[2]["error"]["param"] == "body.model"
+    assert {number: body["model"] for number, body in ended.answers.items()} == {1: "tiny", 3: "other"}
+    assert service.refusal(lines, **BY_LINE) == [(None, "model_not_available", "model")]
+    quote = service.door.quote(lines, on_invalid="skip", **BY_LINE)
+    assert (quote["status"], quote["problems"]["total"]) == ("ready", 2)
+    alone = service.refusal(jsonl(line("a", model="gone")), on_invalid="skip")
+    assert alone == [(None, "model_not_available", "model")], "it is the model of the batch"
+
+
+def test_input_15_quotes_go_by_the_answers_of_the_units_model(service: Service, other: Other, workers: None) -> None:
+    """A batch of several models tells how long the answers of each get."""
+
+    def ask(number: int, model: str, max_tokens: int, **body: Any) -> dict[str, Any]:
+        body |= {"model": model, "prompt": f"Say {number}", "max_tokens": max_tokens}
+        return {"custom_id": f"c{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+
+    lines = (ask(at, NAMES[at % 2], 9 if at % 2 else 3, ignore_eos=True) for at in range(60))
+    service.run(jsonl(*lines), endpoint=COMPLETIONS, **BY_LINE)
+    for model, tokens in (("other", 9), ("tiny", 3)):
+        quoted = service.door.quote(jsonl(ask(99, model, 200)), endpoint=COMPLETIONS)
+        expected = line_cost_nanos(RATES[model], input_tokens=0, cached_tokens=0, output_tokens=tokens)
+        assert quoted["output_basis"] == "finished_lines", model
+        assert quoted["cost"]["output_nanos"]["expected"] == expected, model
+
+
+def test_input_15_messages_name_their_models(service: Service, other: Other, workers: None) -> None:
+    """A message batch needs no opt-in: each of its requests names a model, as Anthropic's do."""
+    asked = [{"role": "user", "content": "Where is it?"}]
+    requests = [
+        {"custom_id": name, "params": {"model": name, "max_tokens": 4, "messages": asked}} for name in (*NAMES, "gpt-9")
+    ]
+    made = service.client.post("/v1/messages/batches", json={"requests": requests})
+    assert made.status_code == 200, made.text
+    service.planned.plan(made.json()["id"])
+    service.finish(made.json()["id"])
+    results = service.client.get(f"/v1/messages/batches/{made.json()['id']}/results").text.splitlines()
+    found = {row["custom_id"]: row["result"] for row in map(json.loads, results)}
+    assert {name: found[name]["message"]["model"] for name in NAMES} == {name: name for name in NAMES}
+    assert found["gpt-9"]["type"] == "errored" and "gpt-9" in found["gpt-9"]["error"]["error"]["message"]

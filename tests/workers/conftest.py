@@ -58,6 +58,7 @@ def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: servers.S3Server,
             "AWS_ENDPOINT_URL_S3": s3_server.endpoint,
             "AWS_ACCESS_KEY_ID": s3_server.access_key,
             "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+            "BATCHSVC_SECRET_KEY": servers.SECRET_KEY,
             "BATCHSVC_BUCKET": bucket,
         }
     ).model_copy(update=FAST)
@@ -196,6 +197,16 @@ class World:
             batch = session.get_one(Batch, batch_id)
             for name, value in values.items():
                 setattr(batch, name, value)
+
+    def mix(self, batch_id: str, other: str, *, every: int = 3) -> None:
+        """Make a batch one whose lines name their models: every so manieth unit is of this other digest."""
+        rates = self.batch(batch_id).rates or {}
+        dear = {book: {kind: 10 * rate for kind, rate in of.items()} for book, of in rates.items()}
+        pins = {"a": {"digest": DIGEST, "rates": rates}, "b": {"digest": other, "rates": dear}}
+        self.set_batch(batch_id, model_id=None, model_digest=None, rates=None, models=pins)
+        with self.db.transaction() as session:
+            for unit in session.scalars(select(Unit).where(Unit.batch_id == batch_id)):
+                unit.model_id, unit.model_digest = ("a", DIGEST) if unit.no % every else ("b", other)
 
     def result(self, batch_id: str, kind: str) -> list[dict[str, Any]]:
         """Lines of a published file; none if the batch has no such file."""

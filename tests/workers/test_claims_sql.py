@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from batchsvc.accounts.tables import Project
 from batchsvc.batches import claim_queries, claim_rank, reaper_queries, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
-from batchsvc.batches.tables import Batch, Share, Unit, Worker
+from batchsvc.batches.tables import Batch, Part, Share, Unit, Worker
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.billing.tables import UsageRow
 from batchsvc.clock import now_ms
@@ -254,6 +254,31 @@ def test_latest_starts_follow_the_rate(world: World) -> None:
     assert world.db.run(reaper_queries.keep_latest_starts) == 0, "what hasn't changed isn't written"
 
 
+def test_of_several_models_the_one_decides_that_must_start_first(world: World) -> None:
+    """Their work runs side by side: 1,000 tokens at 10 a second need as long as 200 at 2."""
+    batch_id, other = world.add_batch(num_lines=8, unit_lines=2, expires_in_s=1_000, est_tokens=1_000), "e" * 64
+    world.mix(batch_id, other, every=2)  # units 0 and 2 are of the other model
+    world.set_batch(batch_id, est_tokens=4_000)
+
+    def slack_ms() -> int:
+        world.db.run(reaper_queries.keep_latest_starts)
+        batch = world.batch(batch_id)
+        return batch.expires_ms - (batch.latest_start_ms or 0)
+
+    assert slack_ms() == pytest.approx(250_000, abs=10), "no rate is known"
+    (mine,) = claim(world, limit=1)
+    (theirs,) = world.db.run(lambda session: unit_queries.claim(session, other, "b", 30, 1))
+    for unit, done in ((mine, 1_000), (theirs, 200)):
+        complete(world, unit)
+        with world.db.transaction() as session:
+            (row,) = session.scalars(select(Part).where(Part.unit_id == unit.id))
+            row.created_ms, row.est_tokens = now_ms() - 100_000, done
+    left = 1_000 + 2  # of each model: a unit, and its two lines
+    assert slack_ms() == pytest.approx(100_000 + 1_000 * left / 2, rel=0.02), "the slower one's 2 tokens a second"
+    world.set_units(batch_id, est_tokens=0)
+    assert slack_ms() == pytest.approx(100_000 + 1_000 * 2 / 2, rel=0.1)
+
+
 def test_remaining_work_counts_lines_that_have_no_estimate(world: World) -> None:
     world.add_batch(num_lines=4, unit_lines=4, est_tokens=400)
     unit = claim(world)[0]
@@ -265,13 +290,9 @@ def test_remaining_work_counts_lines_that_have_no_estimate(world: World) -> None
 
 def test_units_of_several_models_go_to_the_workers_of_theirs(world: World) -> None:
     batch_id, other = world.add_batch(num_lines=12, unit_lines=2), "e" * 64
-    rates = world.batch(batch_id).rates or {}
-    dear = {book: {kind: 10 * rate for kind, rate in of.items()} for book, of in rates.items()}
-    pins = {"a": {"digest": DIGEST, "rates": rates}, "b": {"digest": other, "rates": dear}}
-    world.set_batch(batch_id, model_id=None, model_digest=None, rates=None, models=pins)
-    with world.db.transaction() as session:
-        for unit in session.scalars(select(Unit).where(Unit.batch_id == batch_id)):
-            unit.model_id, unit.model_digest = ("a", DIGEST) if unit.no % 3 else ("b", other)
+    world.mix(batch_id, other)
+    pins = world.batch(batch_id).models or {}
+    rates, dear = pins["a"]["rates"], pins["b"]["rates"]
     mine = claim(world, limit=10)
     assert [(unit.no, unit.model_id, unit.rates) for unit in mine] == [(no, "a", rates) for no in (1, 2, 4, 5)]
     theirs = world.db.run(lambda session: unit_queries.claim(session, other, "b", 30, 10))

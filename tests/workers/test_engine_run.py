@@ -121,6 +121,22 @@ def test_the_waiting_set_is_bounded_and_mixes_batches(sqlite_world: World) -> No
     assert any(len({batch_of[unit_id] for unit_id in units}) > 1 for units in seen_together)
 
 
+def test_lines_with_several_answers_take_as_much_room_as_these(sqlite_world: World) -> None:
+    sqlite_world.params = {"temperature": 0.0, "n": 4}
+    batch_id = sqlite_world.add_batch(num_lines=24, unit_lines=12)
+    waiting: list[int] = []
+
+    class Watched(FakeEngine):
+        def step(self) -> StepOutput:
+            output = super().step()
+            waiting.append(4 * (self.num_unfinished() - len(self._running)))
+            return output
+
+    with worker(sqlite_world, Watched(None, max_running=2, tokens_per_s=400), waiting_requests=6):
+        until(completed(sqlite_world, batch_id), "all lines")
+    assert 0 < max(waiting) <= 6 + 2 * 4, "and not six lines with 24 answers"
+
+
 def test_what_later_units_need_is_announced_with_a_unit_and_taken_back_at_its_end(sqlite_world: World) -> None:
     world = sqlite_world
     batch_id = world.add_batch(num_lines=12, unit_lines=4)

@@ -19,7 +19,7 @@ from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
 from batchsvc.files import store_service
 from tests.tenant_store import LOOPBACK, Tenant, listening
-from tests.workers.conftest import World
+from tests.workers.conftest import DIGEST, World
 from tests.workers.test_processes import environment
 from workers.exporter import Exporter
 
@@ -29,7 +29,7 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from workers.exporter import Exporter
 settings = Settings.from_env()
-Exporter(settings, Database(settings.database_url), ObjectStore(settings)).export_due()
+Exporter(settings, Database(settings.database_url), ObjectStore(settings)).send_due()
 """
 on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # what the database is no part of
 OUTPUT, ERROR = b'{"line": 1}\n{"line": 3}\n', b'{"line": 2}\n'
@@ -125,12 +125,17 @@ def judge(world: World, tenant: Tenant, batch_id: str, expected: dict[str, bytes
 
 def test_all_results_go_over_and_the_manifest_says_what_they_are(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
-    assert exporter(abroad).export_due() == 0, "it hasn't ended"
+    both = add_export(abroad, tenant, num_lines=3)
+    abroad.mix(both, "e" * 64)
+    end(abroad, both)
+    assert exporter(abroad).send_due() == 1, "the other one hasn't ended"
+    named = judge(abroad, tenant, both, {"output": OUTPUT, "error": ERROR})
+    assert {name: pin["digest"] for name, pin in named["models"].items()} == {"a": DIGEST, "b": "e" * 64}
     end(abroad, batch_id)
-    assert exporter(abroad).export_due() == 1 and exporter(abroad).export_due() == 0
+    assert exporter(abroad).send_due() == 1 and exporter(abroad).send_due() == 0
     manifest = judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})
     assert manifest["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
-    assert manifest["usage"]["cost_nanos"] == 0 and manifest["model"] == "tiny"
+    assert manifest["usage"]["cost_nanos"] == 0 and manifest["model"] == "tiny" and manifest["models"] is None
 
 
 @on_sqlite
@@ -142,7 +147,7 @@ def test_a_batch_without_results_has_a_manifest_too(abroad: World, tenant: Tenan
     now = abroad.db.run(database_now_ms)
     errors = [problem] if status == Status.FAILED else None
     abroad.set_batch(batch_id, status=status, why=status, ended_ms=now, in_progress_ms=None, errors=errors)
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     manifest = judge(abroad, tenant, batch_id, {})
     assert manifest["errors"] == ({"object": "list", "data": [problem]} if errors else None)
 
@@ -169,9 +174,9 @@ def test_an_exporter_that_is_killed_midway_is_gone_on_with(
     manifest = f"out/night/{batch_id}/manifest.json"
     assert (manifest in tenant.objects()) == (where == "export.completed")
     assert len(tenant.uploads()) == len(export_of(abroad, batch_id).uploads) == (where == "export.begun")
-    assert exporter(abroad).export_due() == 0, "its lease isn't over"
+    assert exporter(abroad).send_due() == 0, "its lease isn't over"
     set_export(abroad, batch_id, lease_ms=0)
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     judge(abroad, tenant, batch_id, {"output": data})
     assert export_of(abroad, batch_id).epoch == 2
 
@@ -182,7 +187,7 @@ def test_an_exporter_that_was_overtaken_changes_nothing(abroad: World, tenant: T
     slow = abroad.db.run(lambda session: export_queries.claim(session, "slow", 30))
     assert slow is not None and slow.epoch == 1
     set_export(abroad, batch_id, lease_ms=0)
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     with abroad.db.transaction() as session:
         assert not export_queries.keep(session, slow, 30) and not export_queries.finish(session, slow)
         assert not export_queries.note_upload(session, slow, "k", "u")
@@ -197,7 +202,7 @@ def test_wrong_keys_are_said_and_tried_again_until_they_are_right(abroad: World,
     end(abroad, batch_id)
     tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/", secret_key="wrong-secret")
     for attempt, wait_s in ((1, 5), (2, 30)):
-        assert exporter(abroad).export_due() == 1 and exporter(abroad).export_due() == 0
+        assert exporter(abroad).send_due() == 1 and exporter(abroad).send_due() == 0
         row = export_of(abroad, batch_id)
         assert (row.state, row.num_failures, row.lease_ms) == ("pending", attempt, 0)
         left_ms = row.due_ms - abroad.db.run(database_now_ms)
@@ -206,7 +211,7 @@ def test_wrong_keys_are_said_and_tried_again_until_they_are_right(abroad: World,
         assert said["state"] == "pending" and "refuses this" in said["error"] and "wrong-secret" not in said["error"]
         set_export(abroad, batch_id, due_ms=0)
     tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/")
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})
     assert shown(abroad, batch_id)["attempts"] == 3
 
@@ -218,15 +223,15 @@ def test_what_is_not_registered_any_more_gets_no_request(abroad: World, tenant: 
     with listening() as (endpoint, came):
         row = tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/", endpoint=endpoint)
         abroad.db.run(lambda session: store_service.remove(session, row.id))
-        assert exporter(abroad).export_due() == 1
+        assert exporter(abroad).send_due() == 1
         assert "isn't registered" in (export_of(abroad, batch_id).error or "") and not came
         tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/", endpoint=endpoint)
         set_export(abroad, batch_id, due_ms=0)
         abroad.settings = abroad.settings.model_copy(update={"egress_allow": ""})
-        assert exporter(abroad).export_due() == 1 and not came
+        assert exporter(abroad).send_due() == 1 and not came
         abroad.settings = abroad.settings.model_copy(update={"egress_allow": LOOPBACK, "bucket": tenant.bucket})
         set_export(abroad, batch_id, due_ms=0)
-        assert exporter(abroad).export_due() == 1 and not came, "our own bucket"
+        assert exporter(abroad).send_due() == 1 and not came, "our own bucket"
 
 
 @on_sqlite
@@ -235,7 +240,7 @@ def test_it_is_given_up_after_a_while_and_at_once_when_the_results_are_gone(abro
     end(abroad, batch_id)
     tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/", endpoint="http://127.0.0.1:1")
     set_export(abroad, batch_id, num_failures=export_queries._GIVE_UP - 1)
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     assert shown(abroad, batch_id)["state"] == "failed" and "doesn't answer" in shown(abroad, batch_id)["error"]
     tenant.register(abroad.db, abroad.batch(batch_id).project_id, "out/")
     gone = add_export(abroad, tenant, num_lines=3)
@@ -248,7 +253,7 @@ def test_it_is_given_up_after_a_while_and_at_once_when_the_results_are_gone(abro
             live_batch_of=lambda *_: None,
             discard=lambda *_: None,
         )
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     assert shown(abroad, gone)["state"] == "failed" and "was deleted" in shown(abroad, gone)["error"]
     assert not tenant.objects()
 
@@ -261,7 +266,7 @@ def test_results_that_are_damaged_get_no_manifest(abroad: World, tenant: Tenant)
         row = files.find_stored(session, abroad.batch(batch_id).project_id, abroad.batch(batch_id).output_file_id or "")
         assert row is not None
         row.etag = abroad.store.put(row.s3_key, OUTPUT.replace(b"1", b"9"))
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     assert export_of(abroad, batch_id).state == "pending"
     assert f"out/night/{batch_id}/manifest.json" not in tenant.objects()
 
@@ -278,7 +283,7 @@ def test_one_export_of_a_project_is_on_its_way_and_the_others_wait(abroad: World
         if claimed:
             abroad.db.run(lambda session, claimed=claimed: export_queries.give_back(session, claimed))
     abroad.db.run(lambda session: store_service.remove(session, store_service.list_stores(session)[0].id))
-    assert exporter(abroad).export_due() == 3, "each is tried"
+    assert exporter(abroad).send_due() == 3, "each is tried"
 
 
 @on_sqlite
@@ -289,8 +294,8 @@ def test_a_process_that_stops_gives_back_what_it_has(abroad: World, tenant: Tena
     stopping._stopped.set()
     claimed = stopping._claim()
     assert claimed is not None
-    stopping._attempt(claimed)
+    stopping._serve(claimed)
     row = export_of(abroad, batch_id)
     assert (row.state, row.num_failures, row.lease_ms) == ("pending", 0, 0)
-    assert exporter(abroad).export_due() == 1
+    assert exporter(abroad).send_due() == 1
     judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})

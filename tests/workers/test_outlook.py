@@ -6,13 +6,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from batchsvc.batches import finalize_queries, resume_queries, service, unit_queries
+from batchsvc.batches import (
+    finalize_queries,
+    progress_queries,
+    resume_queries,
+    service,
+    unit_queries,
+    worker_queries,
+)
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.resume_queries import SavedSequences
-from batchsvc.batches.tables import Batch, Unit
+from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.clock import now_ms
 from tests.workers.conftest import DIGEST, World
@@ -232,3 +240,59 @@ def test_the_day_is_left_out_of_rates_and_of_the_time_to_come(world: World) -> N
     told, opens_s = says["estimated_completion_at"], opens_ms / 1000
     assert says["at_risk"] is False
     assert opens_s + 600 <= told["low"] <= opens_s + 900 <= told["high"] <= opens_s + 1_800
+
+
+OTHER = "e" * 64
+
+
+def mixed(world: World) -> tuple[str, ClaimedUnit]:
+    """A batch of two models whose own half was seen to run: 300 tokens in 60 seconds."""
+    batch_id = planned(world, 16, 4)
+    world.mix(batch_id, OTHER, every=2)
+    world.db.run(lambda session: worker_queries.register(session, "w1", DIGEST))
+    unit = claim(world)
+    for bits, part in ((0b0001, "a"), (0b0110, "b")):
+        commit(world, unit, bits, output_tokens=EACH * bits.bit_count(), part=part)
+        age(world, batch_id, 60)
+    with world.db.transaction() as session:
+        for row in session.scalars(select(Part).where(Part.batch_id == batch_id)):
+            row.created_ms -= 60_000
+    return batch_id, unit
+
+
+def test_of_several_models_one_without_a_worker_ends_nobody_knows_when(world: World) -> None:
+    batch_id, _ = mixed(world)
+    assert shown(world, batch_id)["estimated_completion_at"] is None
+    world.set_batch(batch_id, latest_start_ms=now_ms() - 1)
+    assert shown(world, batch_id)["at_risk"] is True
+    world.set_batch(batch_id, latest_start_ms=now_ms() + 60_000)
+    world.db.run(lambda session: worker_queries.register(session, "w2", OTHER))
+    says = shown(world, batch_id)
+    assert says["estimated_completion_at"] is not None and says["at_risk"] is False
+
+
+def test_of_several_models_the_slowest_ends_the_batch(world: World) -> None:
+    batch_id, _ = mixed(world)
+    world.db.run(lambda session: worker_queries.register(session, "w2", OTHER))
+    before = shown(world, batch_id)["estimated_completion_at"]
+    theirs = world.db.run(lambda session: unit_queries.claim(session, OTHER, "host:1:y", 60, 1))[0]
+    commit(world, theirs, 0b0001, output_tokens=1, part="c")
+    with world.db.transaction() as session:  # 1 token in 100 seconds
+        row = session.get_one(Part, f"part_{theirs.id}_c")
+        row.est_tokens, row.created_ms = 1, now_ms() - 100_000
+    world.set_batch(batch_id, expires_ms=now_ms() + 10**9)
+    after = shown(world, batch_id)["estimated_completion_at"]
+    assert after["high"] > now_ms() / 1000 + 10_000 > before["high"]
+
+
+def test_batches_share_workers_as_far_as_they_share_models(world: World) -> None:
+    """What a batch of several models needs of another batch's model is in its way, and nothing else is."""
+    batch_id, _ = mixed(world)
+    alone = world.add_batch(4, 4, digest=OTHER)
+    strange = world.add_batch(4, 4, digest="f" * 64)
+    with world.db.reading() as session:
+        found = {one.id: one.shares for one in progress_queries.companions(session, {OTHER})}
+    assert found.keys() == {batch_id, alone} and strange not in found
+    assert found[alone] == {OTHER: 1.0}
+    theirs = found[batch_id][OTHER]
+    assert 0.6 < theirs < 0.63 and sum(found[batch_id].values()) == pytest.approx(1)

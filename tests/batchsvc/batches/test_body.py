@@ -70,7 +70,9 @@ def test_fields_without_effect_are_ignored() -> None:
         "user": "u",
         "metadata": {"a": "b"},
         "store": True,
-        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
         "n": 1,
         "stream": False,
         "tools": [],
@@ -80,9 +82,34 @@ def test_fields_without_effect_are_ignored() -> None:
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
         "logprobs": False,
-        "something_new": {"x": 1},
+        "something_new": None,
+        "add_special_tokens": False,
+        "spaces_between_special_tokens": True,
+        "priority": 3,
+        "stream_options": {"include_usage": True},
     }
     assert parse(**harmless).params == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("something_new", "remove it from the body"),
+        ("temprature", "temperature may be meant"),
+        ("maxTokens", "max_tokens may be meant"),
+        ("x" * 1000, "remove it"),
+        ("bad\nname\ud800", "remove it"),
+    ],
+)
+def test_what_nobody_knows_is_named(name: str, says: str) -> None:
+    error = refusal(**{name: 1})
+    assert error.code == "unknown_parameter" and error.param and says in str(error)
+    assert len(str(error)) < 200 and "\n" not in str(error)
+
+
+def test_a_tier_that_is_asked_for_is_answered() -> None:
+    assert parse(service_tier="flex").params == DEFAULTS | {"service_tier": "default"}
+    assert (refusal(service_tier="gold").param, refusal(service_tier=[]).code) == ("service_tier", "invalid_value")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_a_completion_takes_one_prompt_in_each_form(text: TextModel, prompt: Any
         ({"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix"),
         ({"prompt": "a", "best_of": 2}, "unsupported_parameter", "best_of"),
         ({"prompt": "a", "logprobs": 6}, "invalid_value", "logprobs"),
+        ({"prompt": "a", "messages": []}, "unknown_parameter", "messages"),
         ({"prompt": "a", "max_tokens": 513}, "context_length_exceeded", "prompt"),
         ({"prompt": [5] * 512}, "context_length_exceeded", "prompt"),
     ],
@@ -97,6 +98,7 @@ def test_an_embedding_takes_many_texts(text: TextModel) -> None:
         ({"input": "a", "dimensions": 65}, "invalid_value", "dimensions"),
         ({"input": "a", "dimensions": 0}, "invalid_value", "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "invalid_value", "encoding_format"),
+        ({"input": "a", "temperature": 0}, "unknown_parameter", "temperature"),
         ({"input": "a", "truncate_prompt_tokens": 5}, "unsupported_parameter", "truncate_prompt_tokens"),
     ],
 )
@@ -160,10 +162,42 @@ def test_a_form_of_a_response_is_that_of_a_chat(text: TextModel) -> None:
         ({"input": "x", "text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
         ({"input": "x", "reasoning": {"effort": "high"}}, "unsupported_parameter", "reasoning.effort"),
         ({"input": "x", "reasoning": {"summary": "auto"}}, "unsupported_parameter", "reasoning.summary"),
+        ({"input": "x", "instruction": "y"}, "unknown_parameter", "instruction"),
     ],
 )
 def test_a_response_that_cannot_be_run(text: TextModel, body: dict[str, Any], code: str, param: str) -> None:
     assert refusal(RESPONSES, body, text) == (code, param)
+
+
+# what OpenAI's current clients, and vLLM's, may send without asking for anything that changes an answer
+_USUAL: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "parallel_tool_calls": True, "modalities": ["text"]},
+    COMPLETIONS: {"prompt": "x", "echo": False, "best_of": 1, "suffix": None},
+    EMBEDDINGS: {"input": "x", "encoding_format": "float", "dimensions": None},
+    RESPONSES: {"input": "x", "background": False, "include": [], "max_tool_calls": 3, "truncation": "disabled"},
+}
+_HARMLESS: dict[str, Any] = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": False,
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "implicit"},
+    "service_tier": "flex",
+    "stream": False,
+    "stream_options": None,
+    "moderation": None,
+    "priority": 0,
+    "request_id": "r",
+}
+
+
+@pytest.mark.parametrize("endpoint", sorted(_USUAL))
+def test_what_clients_send_along_is_taken(text: TextModel, endpoint: str) -> None:
+    bare = {name: value for name, value in _USUAL[endpoint].items() if name in ("messages", "prompt", "input")}
+    tier = {"service_tier": "default"} if endpoint in (CHAT, RESPONSES) else {}  # where answers have the field
+    assert row_of(endpoint, _USUAL[endpoint] | _HARMLESS, text)[1] == row_of(endpoint, bare, text)[1] | tier
 
 
 def test_a_model_that_pools_otherwise_makes_no_embeddings(text: TextModel) -> None:

@@ -276,6 +276,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": settings.s3_secret_key or "",
         "BATCHSVC_BUCKET": settings.bucket,
         "BATCHSVC_EGRESS_ALLOW": LOOPBACK,
+        "BATCHSVC_SECRET_KEY": settings.secret_key or "",
     }
 
 

@@ -10,18 +10,25 @@ import pytest
 from sqlalchemy import select
 
 from batchsvc.files.tables import TenantStore
+from batchsvc.sealing import Seals
 from tests.batchsvc.batches.door import Door
 from tests.batchsvc.cli.test_operate import Command, admin, door  # noqa: F401  fixtures
+from tests.servers import SECRET_KEY
 
 SECRET = "very-secret-1"
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> str:
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("BATCHSVC_SECRET_KEY", SECRET_KEY)
     path = tmp_path / "secret"
     path.write_text(f"{SECRET}\n")
     return str(path)
+
+
+def kept(row: TenantStore) -> str:
+    return Seals.of(SECRET_KEY).opened(row.sealed_secret or "", f"the store {row.id}")
 
 
 def test_an_operator_registers_lists_and_removes(door: Door, admin: Command, secret: str) -> None:  # noqa: F811
@@ -35,7 +42,8 @@ def test_an_operator_registers_lists_and_removes(door: Door, admin: Command, sec
     assert code == 0 and made["id"] in out and "AWS" in out and "AK" in out
     with door.db.reading() as session:
         (row,) = session.scalars(select(TenantStore))
-        assert (row.secret_key, row.access_key) == (SECRET, "AK")
+        assert (row.secret_key, row.access_key) == ("", "AK")
+        assert SECRET not in (row.sealed_secret or "") and kept(row) == SECRET
     assert SECRET not in out + err
     code, out, _ = admin("stores", "remove", made["id"])
     assert code == 0 and out == f"{made['id']} is removed.\n"
@@ -73,9 +81,13 @@ def test_the_secret_comes_from_a_file_or_standard_input(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{SECRET}\n"))
+    code, _, err = admin("stores", "add", "p", "s3://bucket", "--access-key", "AK", "--secret-file", "-")
+    assert code == 1 and "BATCHSVC_SECRET_KEY" in err, "nothing that could open it again"
+    monkeypatch.setenv("BATCHSVC_SECRET_KEY", SECRET_KEY)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{SECRET}\n"))
     assert admin("stores", "add", "p", "s3://bucket", "--access-key", "AK", "--secret-file", "-")[0] == 0
     with door.db.reading() as session:
-        assert session.scalar(select(TenantStore.secret_key)) == SECRET
+        assert kept(session.scalars(select(TenantStore)).one()) == SECRET
     empty = tmp_path / "empty"
     empty.touch()
     for name in (str(empty), str(tmp_path / "none")):

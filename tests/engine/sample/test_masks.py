@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -21,26 +23,34 @@ def words_of(allowed: list[bool]) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class Case(NamedTuple):
+    """Rows of a step: what each may sample (None: anything) and which ids may not come now, and their logits."""
+
+    vocab: int
+    masks: list[tuple[list[bool] | None, tuple[int, ...]]]
+    logits: torch.Tensor
+    rows: list[SampleRow]
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]]:
+def cases(draw: st.DrawFn) -> Case:
     vocab = draw(st.integers(1, 100))
     few = st.sets(st.integers(0, vocab - 1), min_size=1, max_size=3).map(lambda ids: [i in ids for i in range(vocab)])
     nearly_all = st.sets(st.integers(0, vocab - 1), max_size=3).map(lambda ids: [i not in ids for i in range(vocab)])
     any_mask = st.none() | few | nearly_all | st.lists(st.booleans(), min_size=vocab, max_size=vocab)
     ends = st.lists(st.integers(0, vocab - 1), max_size=2, unique=True).map(tuple)
-    return vocab, draw(st.lists(st.tuples(any_mask, ends), min_size=1, max_size=5))
-
-
-@given(cases())
-def test_what_may_come_keeps_its_logit_and_nothing_else_does(
-    case: tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]],
-) -> None:
-    vocab, masks = case
+    masks = draw(st.lists(st.tuples(any_mask, ends), min_size=1, max_size=5))
     logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
     rows = [
         SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed))
         for allowed, ends in masks
     ]
+    return Case(vocab, masks, logits, rows)
+
+
+@given(cases())
+def test_what_may_come_keeps_its_logit_and_nothing_else_does(case: Case) -> None:
+    vocab, masks, logits, rows = case
     found = logits.clone()
     mask(found, rows)
     bits = np.unpackbits(packed(rows, vocab).view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
@@ -56,15 +66,8 @@ def test_what_may_come_keeps_its_logit_and_nothing_else_does(
 
 
 @given(cases(), st.integers(0, 6))
-def test_few_tokens_are_gathered_in_their_order(
-    case: tuple[int, list[tuple[list[bool] | None, tuple[int, ...]]]], most: int
-) -> None:
-    vocab, masks = case
-    logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
-    rows = [
-        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed))
-        for allowed, ends in masks
-    ]
+def test_few_tokens_are_gathered_in_their_order(case: Case, most: int) -> None:
+    vocab, masks, logits, rows = case
     masked = logits.clone()
     mask(masked, rows)
     tokens = [torch.nonzero(row > float("-inf"))[:, 0].tolist() for row in masked]

@@ -7,7 +7,8 @@ import sys
 from batchsvc import logs
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
-from engine.errors import EngineError
+from engine.errors import DeviceError, EngineError
+from workers.exits import WorkerExit
 
 _USAGE = "Usage: python -m workers control|engine"
 
@@ -16,7 +17,7 @@ def main(arguments: list[str]) -> int:
     """Run one role until a signal; returns the exit code."""
     if arguments not in (["control"], ["engine"]):
         sys.stderr.write(_USAGE + "\n")
-        return 2
+        return WorkerExit.USAGE
     try:
         settings = Settings.from_env()
         logs.configure(settings.log_level)
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
         return code
     except (EngineError, ServiceError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return WorkerExit.DEVICE if isinstance(error, DeviceError) else WorkerExit.FAILED
 
 
 if __name__ == "__main__":

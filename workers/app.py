@@ -72,7 +72,7 @@ def run_engine(run: EngineRun, settings: Settings) -> int:
     role = Role(queue_of(run.digest), 1, run.start, run.drain, run.signalled, settings.term_grace_s)
     code = _work(app, role)
     run.drain()  # does nothing unless Celery ended before its steps ran
-    return 1 if run.failure else code
+    return run.exit_code if run.failure else code
 
 
 def _work(app: Celery, role: Role) -> int:

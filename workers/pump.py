@@ -19,8 +19,9 @@ import structlog
 
 from batchsvc import logs
 from batchsvc.clock import monotonic_s
-from engine.errors import RequestError
+from engine.errors import DeviceError, RequestError
 from engine.request import Completion, Expectation, Request, StepOutput
+from workers.exits import WorkerExit
 from workers.generated import Generated, Growing
 from workers.thread import WorkThread
 
@@ -72,7 +73,6 @@ class Source(Protocol):
         """The engine didn't take one of its requests."""
 
 
-class Pump:
 class _Inside(NamedTuple):
     """A request in the engine: whose it is, and how many answers it has."""
 
@@ -80,12 +80,14 @@ class _Inside(NamedTuple):
     answers: int
 
 
+class Pump:
     """Joins one engine with its sources."""
 
     def __init__(
         self, engine: EngineLike, *, waiting_requests: int, on_failure: Callable[[], None] = lambda: None
     ) -> None:
         self.failure: str | None = None
+        self.exit_code = WorkerExit.STOPPED
         self.busy_s = 0.0  # that the engine was stepping
         self._engine = engine
         self._sources: list[Source] = []
@@ -176,10 +178,10 @@ class _Inside(NamedTuple):
         if self._still_s >= hung_s:
             self.fail(f"The engine hangs: it gave no token for {hung_s:g} s while it had {num_open} requests.")
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, sentence: str, exit_code: WorkerExit = WorkerExit.FAILED) -> None:
         """Note why the process can't go on, once, and have it ended."""
         if self.failure is None:
-            self.failure = sentence
+            self.failure, self.exit_code = sentence, exit_code
             self._stopped.set()
             self._on_failure()
 
@@ -252,4 +254,7 @@ class _Inside(NamedTuple):
     def crashed(self, error: Exception) -> None:
         """A thread of this process ended by an exception."""
         log.error("worker.crashed", **logs.where(error))
+        if isinstance(error, DeviceError):
+            self.fail(f"The engine worker stopped: {error}", WorkerExit.DEVICE)
+            return
         self.fail(f"The engine worker stopped: {type(error).__name__}: {error}".splitlines()[0])

@@ -38,6 +38,7 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.config import Formats, fingerprint
 from workers.breaker import Breaker
+from workers.exits import WorkerExit
 from workers.intake import Intake
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
@@ -68,6 +69,7 @@ class EngineRun:
         digest: str,
         owner: str,
         formats: Formats | None = None,
+        device: str = "cpu",
         quality: dict[str, Any] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class EngineRun:
             breaker=self._breaker,
             engine=self._pump,
             on_end=self._unit_ended,
-            fingerprint=fingerprint(digest, formats),
+            fingerprint=fingerprint(digest, formats, device),
         )
         self._leases = LeaseKeeper(
             self._lease_db,
@@ -141,6 +143,11 @@ class EngineRun:
     def failure(self) -> str | None:
         """Why the engine stopped by itself, in one sentence."""
         return self._pump.failure
+
+    @property
+    def exit_code(self) -> WorkerExit:
+        """Of this process, where the engine stopped by itself."""
+        return self._pump.exit_code
 
     def start(self) -> None:
         """Register as a worker and start the threads."""

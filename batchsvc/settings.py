@@ -79,14 +79,14 @@ class Settings(BaseSettings):
     fake_witness: str | None = Field(default=None, description="file to which the fake engine logs every line it runs")
     fake_tokens_per_s: float = Field(default=0, ge=0, description="speed of the fake engine; 0 is as fast as it can")
     fake_faults: str = Field(
-        default="", description="how the fake engine misbehaves: oom:N, hang:N, nan:WORD, die:WORD, joined by ;"
+        default="", description="how the fake engine misbehaves: oom:N, hang:N, gpu:N, nan:WORD, die:WORD, joined by ;"
     )
-    weight_format: Literal["auto", "int8", "bf16", "float32", "w8a16", "w4a16"] = Field(
+    weight_format: Literal["auto", "int8", "fp8", "bf16", "float32", "w8a16", "w4a16"] = Field(
         default="auto",
-        description="weights in the engine; auto: as a quantized model stores them (w4a16, w8a16), else int8 where "
-        "that costs the model next to nothing, else bf16",
+        description="weights in the engine; auto: as a quantized model stores them (w4a16, w8a16, fp8), else int8 "
+        "where that costs the model next to nothing, else bf16",
     )
-    kv_format: Literal["auto", "int8", "bf16", "float32"] = Field(
+    kv_format: Literal["auto", "int8", "fp8", "bf16", "float32"] = Field(
         default="auto", description="format of the KV cache; auto: int8 where weights are int8 by auto, else bf16"
     )
     force_format: bool = Field(
@@ -96,8 +96,19 @@ class Settings(BaseSettings):
     kv_bytes: int | None = Field(
         default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"
     )
+    draft: str | None = Field(
+        default=None, description="a smaller model of the same vocabulary that proposes tokens: a name or a path"
+    )
+    spec: Literal["auto", "off", "ngram", "draft"] = Field(
+        default="auto",
+        description="what proposes tokens that the model then checks several at a time, with the same answers; auto: "
+        "whatever there is, where it makes an engine faster",
+    )
     step_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(default=256, ge=1, description="most sequences in one step")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the engine runs; auto: on a GPU that can run the formats, else on the CPU"
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: all cores")
 
     public_url: str | None = Field(
@@ -143,6 +154,11 @@ class Settings(BaseSettings):
     )
     file_ttl_s: int = Field(default=2_592_000, ge=3600, description="life of a batch file (30 days)")
 
+    secret_key: str | None = Field(
+        default=None,
+        description="seals secrets of registered stores: 32 characters or more, or several such keys, the newest "
+        "first, separated by commas; the embedded stack makes its own",
+    )
     egress_allow: str = Field(
         default="",
         description="private networks and hosts that tenants may have us send to, such as 10.1.0.0/16,hooks.lan",
@@ -154,11 +170,6 @@ class Settings(BaseSettings):
         default="", max_length=1000, description="address of the seller; its lines may be separated by ;"
     )
     seller_country: str = Field(
-    secret_key: str | None = Field(
-        default=None,
-        description="seals secrets of registered stores: 32 characters or more, or several such keys, the newest "
-        "first, separated by commas; the embedded stack makes its own",
-    )
         default="", pattern=r"^([A-Z]{2})?$", description="country of the seller (ISO 3166), such as DE"
     )
     seller_tax_id: str = Field(default="", max_length=64, description="tax id of the seller")
@@ -244,6 +255,12 @@ class Settings(BaseSettings):
         Egress.parse(value)  # raises ValueError
         return value
 
+    @field_validator("secret_key")
+    @classmethod
+    def _names_keys(cls, value: str | None) -> str | None:
+        Seals.of(value)  # raises ValueError
+        return value
+
     @field_validator("seller_tax_rate")
     @classmethod
     def _is_a_percentage(cls, value: str) -> str:
@@ -255,12 +272,6 @@ class Settings(BaseSettings):
     @classmethod
     def _names_a_zone(cls, value: str) -> str:
         try:
-    @field_validator("secret_key")
-    @classmethod
-    def _names_keys(cls, value: str | None) -> str | None:
-        Seals.of(value)  # raises ValueError
-        return value
-
             ZoneInfo(value)
         except (KeyError, ValueError, OSError) as error:
             raise ValueError("it must be a name of the IANA time zone database, such as Europe/Berlin") from error

@@ -99,7 +99,11 @@ def open_engine_run(settings: Settings) -> EngineRun:
     path = locate(settings.model)
     meta = read_meta(path)
     formats, quality = (None, None) if settings.engine == "fake" else _formats(settings, path)
-    engine = _fake_engine(settings, path) if formats is None else _engine(settings, path, formats)
+    device = "cpu"
+    if formats is None:
+        engine = _fake_engine(settings, path)
+    else:
+        engine, device = _engine(settings, path, formats)
     return EngineRun(
         settings,
         db,
@@ -109,6 +113,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
         digest=meta.digest,
         owner=new_owner(),
         formats=formats,
+        device=device,
         quality=quality,
     )
 
@@ -144,22 +149,27 @@ def _say(sentence: str) -> None:
     log.info("engine.note", says=sentence)
 
 
-def _engine(settings: Settings, path: Path, formats: Formats) -> EngineLike:
+def _engine(settings: Settings, path: Path, formats: Formats) -> tuple[EngineLike, str]:
+    """The engine, and the kind of device that it runs on."""
     from engine.config import EngineConfig
     from engine.engine import Engine
 
-    return Engine(
+    engine = Engine(
         EngineConfig(
             model=str(path),
             weight_format=formats.weights,
             kv_format=formats.kv,
             kv_bytes=settings.kv_bytes,
+            spec=settings.spec,
+            draft=None if settings.draft is None else str(locate(settings.draft)),
             step_tokens=settings.step_tokens,
             max_running=settings.max_running,
+            device=settings.device,
             threads=settings.threads,
         ),
         say=_say,
     )
+    return engine, engine.device
 
 
 def _fake_engine(settings: Settings, path: Path) -> EngineLike:

@@ -79,6 +79,20 @@ def test_row_22_the_engine_hangs(cluster: Cluster, judge: Judge) -> None:
     assert all(verdict.runs[line] == 1 for line in counted)
 
 
+def test_a_gpu_that_fails_in_mid_batch(cluster: Cluster, judge: Judge) -> None:
+    cluster.start("control")
+    worker = cluster.start("engine", BATCHSVC_FAKE_FAULTS="gpu:200")
+    job = cluster.submit(60)
+    assert worker.wait() == 7, "its own exit code"
+    assert "The GPU failed in the middle of a step: CUDA error" in worker.text()
+    counted = cluster.counted_lines(job)
+    cluster.start("engine")
+    cluster.wait(job, "completed")
+    verdict = judge(job)
+    assert len(verdict.output) == 60
+    assert all(verdict.runs[line] == 1 for line in counted)
+
+
 def test_row_23_lines_that_come_out_as_nonsense(cluster: Cluster, judge: Judge) -> None:
     cluster.start("control")
     worker = cluster.start("engine", BATCHSVC_FAKE_FAULTS="nan:spoilt")

@@ -16,7 +16,7 @@ from engine.model.config import config_from_directory
 FIELDS = {
     *("model", "format", "kl", "workload", "wall_s", "load_s", "requests", "prompt_tokens", "cached_tokens"),
     *("output_tokens", "output_tps", "total_tps", "decode_tps", "peak_rss_mib", "steps", "mean_running"),
-    "roofline_ratio",
+    *("roofline_ratio", "spec", "drafted_tokens", "accepted_tokens", "accepted_per_verify"),
 }
 
 

@@ -76,6 +76,9 @@ class Kernels(Protocol):
     def takes_fp8(self) -> bool:
         """Whether the matrices of layers are fp8 (`pack_fp8`), whose rows are made fp8 in front of each."""
 
+    def pack_head(self, weight: Tensor) -> Matrix:
+        """The head [vocab, hidden], floating-point, in the form that `linear` and `best` read."""
+
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         """Weights in groups, one below the other, in the form that `linear` reads."""
 

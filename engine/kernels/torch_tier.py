@@ -48,6 +48,9 @@ class TorchKernels(HostKernels):
             packed=packed, num_rows=rows, num_columns=columns, bias=None if bias is None else bias.to(self._dtype)
         )
 
+    def pack_head(self, weight: Tensor) -> Matrix:
+        return self.pack_matrix(weight, None)
+
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         return groups.pack(weights, None if bias is None else bias.float())
 

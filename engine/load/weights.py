@@ -140,7 +140,7 @@ def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: t
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
     norm, head = reader.norm("norm"), reader.head()
     reader.check_empty()
-    packed = kernels.pack_matrix(embedding if head is None else head, None)
+    packed = kernels.pack_head(embedding if head is None else head)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=packed)
 
 

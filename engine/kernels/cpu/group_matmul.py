@@ -22,7 +22,7 @@ class GroupKernels:
 
     def __init__(self, library: ctypes.CDLL, *, is_even: bool) -> None:
         self._lib = library
-        self._few_rows = 0 if is_even else FEW_ROWS
+        self.few_rows = 0 if is_even else FEW_ROWS
         self._panel = torch.empty(0, dtype=torch.bfloat16)
 
     def multiply(self, values: Tensor, matrix: Matrix) -> Tensor:
@@ -33,10 +33,10 @@ class GroupKernels:
         if group % _STEP:
             return groups.multiply(values, matrix)
         operands = (
-            *(_pointer(tensor) for tensor in (matrix.packed, matrix.scale, *_zeros(matrix))),
+            *(_pointer(tensor) for tensor in (matrix.packed, matrix.scale, *zeros(matrix))),
             *(matrix.num_rows, matrix.num_columns, group, matrix.bits),
         )
-        if len(values) <= self._few_rows:
+        if len(values) <= self.few_rows:
             out = torch.empty(len(values), matrix.num_rows)
             self._lib.multiply_groups(_pointer(values), len(values), *operands, _pointer(out))
             return out
@@ -55,7 +55,7 @@ class GroupKernels:
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
 
-def _zeros(matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:
+def zeros(matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:
     """Zeros that are codes, and zeros that lie between them."""
     is_between = matrix.zero is not None and matrix.zero.is_floating_point()
     return (None, matrix.zero) if is_between else (matrix.zero, None)

@@ -11,9 +11,18 @@
 namespace {
 
 constexpr int STEP = 32, FOUR_BIT_ZEROS = 17;  // zeros of 16 occur in GPTQ files
-constexpr int64_t FEW_CODES = 1 << 20;                        // products that are done sooner than other threads would wake
+constexpr int64_t FEW_CODES = 1 << 17;                        // products that are done sooner than other threads would wake
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
+// Sixteen bytes, one a lane. GCC takes the conversion of such short vectors apart, byte by byte.
+inline u32x16 widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  u32x16 wide;
+  for (int i = 0; i < 16; i++) wide[i] = p[i];
+  return wide;
+#endif
+}
 
 struct Matrix {
   const uint8_t* codes;
@@ -36,12 +45,13 @@ struct Tables {
 };
 const Tables tables;
 
+// The entries at the lowest four bits of each lane of `index`.
 inline u32x16 look_up(const u32x16& table, u32x16 index) {
 #if defined(__AVX512F__)
   return (u32x16)_mm512_permutexvar_epi32((__m512i)index, (__m512i)table);
 #else
   u32x16 found;
-  for (int i = 0; i < 16; i++) found[i] = table[index[i]];
+  for (int i = 0; i < 16; i++) found[i] = table[index[i] & 15];
   return found;
 #endif
 }
@@ -52,10 +62,8 @@ struct FourBits {
   u32x16 low, high;
   explicit FourBits(int zero) : low(tables.low[zero]), high(tables.high[zero]) {}
   u32x16 pairs(const uint8_t* p) const {
-    u8x16 bytes;
-    std::memcpy(&bytes, p, 16);
-    const u32x16 v = __builtin_convertvector(bytes, u32x16);
-    return look_up(low, v & 15) | look_up(high, v >> 4);
+    const u32x16 v = widen(p);
+    return look_up(low, v) | look_up(high, v >> 4);
   }
 };
 struct EightBits {
@@ -71,12 +79,6 @@ struct EightBits {
     return (as_u32(even) >> 16) | (as_u32(odd) & 0xffff0000u);
   }
 };
-
-inline float sum(f32x16 v) {
-  float total = 0;
-  for (int i = 0; i < 16; i++) total += v[i];
-  return total;
-}
 
 // M rows by one output.
 // `sums` [m][groups]: of the x of each group, where zeros lie between codes.

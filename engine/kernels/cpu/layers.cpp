@@ -14,6 +14,10 @@ void matmul_add(const uint8_t* rows, const uint8_t* tiles, const float* row_scal
                 int num_columns, int row_bytes, float* residual);
 void matmul_gated(const uint8_t* rows, const uint8_t* tiles, const float* row_scale, const float* column_scale, int num_rows,
                   int num_columns, int row_bytes, int is_gelu, float* scratch, int8_t* q, float* scale, uint16_t* halves);
+void multiply_groups(const uint16_t* x, int m, const uint8_t* codes, const float* scale, const int16_t* zero,
+                     const float* between, int rows, int columns, int group, int bits, float* out);
+void gated(int kind, const void* x, const float* row, const float* column, int rows, int inner, int is_gelu, int8_t* q,
+           float* scale, uint16_t* halves);
 void add(int kind, const void* x, const float* row, const float* column, int rows, int width, const float* norm, float eps,
          float* residual);
 void store_qkv(int kind, const void* x, const float* row, const float* column, const float* bias, const float* qk_norm,
@@ -23,21 +27,25 @@ void attend(int heads, int kv_heads, int dim, int is_int8, int64_t block_bytes, 
             const uint8_t* v, const int32_t* lengths, const int32_t* tables, const int32_t* spans, const int32_t* level_ends,
             int levels, float* state, float* out);
 
-// The fields of both are named as in model/layers.py and model/config.py; scales are null for bf16, and whatever else a
-// model hasn't is null too.
+// The fields of all are named as in kernels/values.py, model/layers.py and model/config.py; what a model hasn't is null.
+struct MatrixPointers {
+  const uint8_t* packed;  // codes in groups where they have `bits`, else tiles
+  const float *scale, *bias;
+  const int16_t* zero; const float* between;  // at most one of them, as in groups.cpp
+  int num_rows, num_columns, group, bits;
+
+  const float* column_scale() const { return bits ? nullptr : scale; }  // what the product has yet to be multiplied with
+};
+
 struct LayerPointers {
-  const float* attention_norm;
-  const uint8_t* qkv; const float* qkv_scale; const float *qkv_bias, *qk_norm;
-  const uint8_t* out; const float *out_scale, *attention_post_norm;
-  const float* mlp_norm;
-  const uint8_t* gate_up; const float* gate_up_scale;
-  const uint8_t* down; const float *down_scale, *mlp_post_norm;
+  MatrixPointers qkv, out, gate_up, down;
+  const float *attention_norm, *qk_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
   uint8_t *k_cache, *v_cache;
   int64_t window;
 };
 
 struct Shapes {
-  int num_layers, hidden, mlp, heads, kv_heads, dim, is_int8, is_kv_int8, is_gelu;
+  int num_layers, hidden, mlp, heads, kv_heads, dim, is_int8, is_kv_int8, is_gelu, has_groups;
   int64_t block_bytes;
   float eps, q_scale;
 };
@@ -64,7 +72,8 @@ struct Work {
     take(mixed, rows * width * 4);
     take(ready, rows * (s.hidden > width ? s.hidden : width) * element);
     take(ready_scale, rows * 4);
-    take(scratch, rows * (s.hidden > s.mlp ? s.hidden : s.mlp) * 4);
+    const int64_t inner = s.has_groups ? 2 * (int64_t)s.mlp : s.mlp;  // tiles make gate and up side by side
+    take(scratch, rows * (s.hidden > inner ? s.hidden : inner) * 4);
     take(gated, rows * s.mlp * element);
     take(gated_scale, rows * 4);
   }
@@ -76,32 +85,44 @@ void run_layers(const Shapes* shapes, const LayerPointers* layers, const StepPoi
   const Shapes& s = *shapes;
   const StepPointers& p = *step;
   const Work w(s, p.rows, memory);
-  const int width = s.heads * s.dim, qkv_width = width + 2 * s.kv_heads * s.dim, element = s.is_int8 ? 1 : 2, kind = s.is_int8 ? 0 : 1;
+  const int width = s.heads * s.dim, element = s.is_int8 ? 1 : 2, kind = s.is_int8 ? 0 : 1;
   const float* scale = s.is_int8 ? w.ready_scale : nullptr;
   const auto prepare = [&](const float* x, const float* weight, int columns) {
     norm_rows(x, weight, s.eps, p.rows, columns, (int8_t*)w.ready, w.ready_scale, s.is_int8 ? nullptr : (uint16_t*)w.ready);
   };
-  const auto add_product = [&](const uint8_t* rows, const float* row_scale, const uint8_t* matrix, const float* column_scale,
-                               int columns, const float* norm) {
-    if (!norm) return matmul_add(rows, matrix, row_scale, column_scale, p.rows, s.hidden, columns * element, p.x);
-    matmul(rows, matrix, row_scale, column_scale, p.rows, s.hidden, columns * element, w.scratch);
-    add(kind, w.scratch, row_scale, column_scale, p.rows, s.hidden, norm, s.eps, p.x);
+  const auto multiply = [&](const MatrixPointers& m, const uint8_t* rows, const float* row_scale, void* out) {
+    if (m.bits)
+      multiply_groups((const uint16_t*)rows, p.rows, m.packed, m.scale, m.zero, m.between, m.num_rows, m.num_columns, m.group,
+                      m.bits, (float*)out);
+    else matmul(rows, m.packed, row_scale, m.scale, p.rows, m.num_rows, m.num_columns * element, out);
   };
+  const auto add_product = [&](const MatrixPointers& m, const uint8_t* rows, const float* row_scale, const float* norm) {
+    if (!norm && !m.bits)
+      return matmul_add(rows, m.packed, row_scale, m.scale, p.rows, s.hidden, m.num_columns * element, p.x);
+    multiply(m, rows, row_scale, w.scratch);
+    add(kind, w.scratch, row_scale, m.column_scale(), p.rows, s.hidden, norm, s.eps, p.x);
+  };
+  uint16_t* halves = s.is_int8 ? nullptr : (uint16_t*)w.gated;
   for (int i = 0; i < s.num_layers; i++) {
     const LayerPointers& l = layers[i];
     prepare(p.x, l.attention_norm, s.hidden);
-    matmul(w.ready, l.qkv, scale, l.qkv_scale, p.rows, qkv_width, s.hidden * element, w.qkv);
-    store_qkv(kind, w.qkv, scale, l.qkv_scale, l.qkv_bias, l.qk_norm, s.eps, p.rows, s.heads, s.kv_heads, s.dim,
+    multiply(l.qkv, w.ready, scale, w.qkv);
+    store_qkv(kind, w.qkv, scale, l.qkv.column_scale(), l.qkv.bias, l.qk_norm, s.eps, p.rows, s.heads, s.kv_heads, s.dim,
               l.window ? p.local_cosine : p.cosine, l.window ? p.local_sine : p.sine, p.slots, s.q_scale, s.is_kv_int8,
               s.block_bytes, w.q, l.k_cache, l.v_cache);
     attend(s.heads, s.kv_heads, s.dim, s.is_kv_int8, s.block_bytes, l.window, w.q, l.k_cache, l.v_cache, p.lengths, p.tables,
            p.spans, p.level_ends, p.levels, p.state, w.mixed);
     prepare(w.mixed, nullptr, width);
-    add_product(w.ready, scale, l.out, l.out_scale, width, l.attention_post_norm);
+    add_product(l.out, w.ready, scale, l.attention_post_norm);
     prepare(p.x, l.mlp_norm, s.hidden);
-    matmul_gated(w.ready, l.gate_up, scale, l.gate_up_scale, p.rows, 2 * s.mlp, s.hidden * element, s.is_gelu, w.scratch,
-                 (int8_t*)w.gated, w.gated_scale, s.is_int8 ? nullptr : (uint16_t*)w.gated);
-    add_product(w.gated, s.is_int8 ? w.gated_scale : nullptr, l.down, l.down_scale, s.mlp, l.mlp_post_norm);
+    if (l.gate_up.bits) {
+      multiply(l.gate_up, w.ready, scale, w.scratch);
+      gated(kind, w.scratch, scale, nullptr, p.rows, s.mlp, s.is_gelu, (int8_t*)w.gated, w.gated_scale, halves);
+    } else {
+      matmul_gated(w.ready, l.gate_up.packed, scale, l.gate_up.scale, p.rows, 2 * s.mlp, s.hidden * element, s.is_gelu,
+                   w.scratch, (int8_t*)w.gated, w.gated_scale, halves);
+    }
+    add_product(l.down, w.gated, s.is_int8 ? w.gated_scale : nullptr, l.mlp_post_norm);
   }
 }
 }

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.group_matmul import zeros
 from engine.kernels.values import Matrix
 from engine.model.config import ModelConfig
 from engine.model.rope import Angles
+
+_MATRICES = ("qkv", "out", "gate_up", "down")
+_NORMS = ("attention_norm", "qk_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+_STEP_COLUMNS = 32  # that the kernels of weights in groups read at once
 
 
 class DecoderLayer(Protocol):
@@ -40,12 +45,17 @@ class DecoderLayer(Protocol):
     def window(self) -> int: ...
 
 
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "bias", "zero", "between")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_columns", "group", "bits")),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "qkv", "qkv_scale", "qkv_bias", "qk_norm")),
-        *((name, ctypes.c_void_p) for name in ("out", "out_scale", "attention_post_norm", "mlp_norm")),
-        *((name, ctypes.c_void_p) for name in ("gate_up", "gate_up_scale", "down", "down_scale", "mlp_post_norm")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, _Matrix) for name in _MATRICES),
+        *((name, ctypes.c_void_p) for name in (*_NORMS, "k_cache", "v_cache")),
         ("window", ctypes.c_int64),
     )
 
@@ -53,7 +63,7 @@ class _Layer(ctypes.Structure):
 class _Shapes(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("num_layers", "hidden", "mlp", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int) for name in ("is_int8", "is_kv_int8", "is_gelu")),
+        *((name, ctypes.c_int) for name in ("is_int8", "is_kv_int8", "is_gelu", "has_groups")),
         ("block_bytes", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("q_scale", ctypes.c_float),
@@ -93,9 +103,10 @@ class LayerStack:
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
             dim=model.head_dim,
-            is_int8=layers[0].qkv.scale is not None,
+            is_int8=layers[0].qkv.packed.dtype == torch.int8,
             is_kv_int8=keys.dtype == torch.int8,
             is_gelu=model.activation == "gelu",
+            has_groups=any(matrix.bits for layer in layers for matrix in _matrices(layer).values()),
             block_bytes=keys.stride(0) * keys.itemsize,
             eps=eps,
             q_scale=query_scale(model),
@@ -130,22 +141,41 @@ def query_scale(model: ModelConfig) -> float:
 
 
 def can_stack(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether all matrices are in the form that the CPU's own matmul reads."""
-    return all(m.is_tiled for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    """Whether all matrices are in a form that the CPU's own matmuls read."""
+    return all(_is_read(matrix) for layer in layers for matrix in _matrices(layer).values())
+
+
+def _is_read(matrix: Matrix) -> bool:
+    return matrix.is_tiled or (matrix.bits > 0 and _group(matrix) % _STEP_COLUMNS == 0)
+
+
+def _group(matrix: Matrix) -> int:
+    return matrix.num_columns // matrix.scale.shape[1] if matrix.bits and matrix.scale is not None else 0
+
+
+def _matrices(layer: DecoderLayer) -> dict[str, Matrix]:
+    return {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down}
 
 
 def _pointers(layer: DecoderLayer, k_cache: Tensor, v_cache: Tensor) -> _Layer:
-    tensors = {
+    norms = {
         "attention_norm": layer.attention_norm,
-        "qkv_bias": layer.qkv.bias,
         "qk_norm": layer.qk_norm,
         "attention_post_norm": layer.attention_post_norm,
         "mlp_norm": layer.mlp_norm,
         "mlp_post_norm": layer.mlp_post_norm,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
     }
-    for name, matrix in (("qkv", layer.qkv), ("out", layer.out), ("gate_up", layer.gate_up), ("down", layer.down)):
-        tensors |= {name: matrix.packed, f"{name}_scale": matrix.scale}
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
-    return _Layer(**pointers, window=layer.window)
+    matrices = {name: _matrix(matrix) for name, matrix in _matrices(layer).items()}
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    return _Layer(**matrices, **_present(norms), **_present(caches), window=layer.window)
+
+
+def _matrix(matrix: Matrix) -> _Matrix:
+    zero, between = zeros(matrix)
+    tensors = {"packed": matrix.packed, "scale": matrix.scale, "bias": matrix.bias, "zero": zero, "between": between}
+    shape = {"num_rows": matrix.num_rows, "num_columns": matrix.num_columns}
+    return _Matrix(**_present(tensors), **shape, group=_group(matrix), bits=matrix.bits)
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}

@@ -29,8 +29,7 @@ from engine.staging import Array
 
 _LOG2_E = 1.4426950408889634
 FEW_ROWS = 64
-"""Rows that multiply codes as they are; more make the weight floating-point first. Likewise a floating-point weight is
-multiplied by our kernel, which adds to the residual stream, or for more rows by the vendor's."""
+"""Rows that multiply codes as they are; more make the weight floating-point first."""
 _KV_FORMS = {"int8": rowwise.INT8, "fp8": rowwise.FP8}
 _LEAST_KEYS = 256
 _PIECES_PER_PROCESSOR = 4
@@ -99,6 +98,9 @@ class GpuKernels:
             return Matrix(packed=packed, num_rows=len(weight), num_columns=weight.shape[1], bias=shift, scale=column)
         packed = weight.to(self._device, self._dtype).contiguous()
         return Matrix(packed=packed, num_rows=len(weight), num_columns=weight.shape[1], bias=shift)
+
+    def pack_head(self, weight: Tensor) -> Matrix:
+        return self.pack_matrix(weight, None)
 
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         matrix = group_codes.pack(weights, None if bias is None else bias.float())
@@ -296,7 +298,7 @@ class GpuKernels:
         if packed.dtype == FP8:
             given = self._as_fp8(given)
         num_rows, width = given.values.shape
-        if num_rows > FEW_ROWS and self._device.type == "cuda" and packed.dtype == torch.bfloat16:
+        if self._is_for_vendor(num_rows, packed, out):
             product = torch.nn.functional.linear(given.values, packed)
             if matrix.bias is not None:
                 product += matrix.bias
@@ -305,7 +307,7 @@ class GpuKernels:
             else:
                 out.copy_(product)
             return
-        tile = matmul.tile_for(num_rows)
+        tile = matmul.tile_for(num_rows, matrix.num_rows)
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(matrix.num_rows, tile.columns),)
         has_scales = given.scale is not None
         matmul.multiply[grid](
@@ -314,6 +316,12 @@ class GpuKernels:
             M=tile.rows, N=tile.columns, K=tile.depth, IS_INT8=packed.dtype == torch.int8, HAS_SCALES=has_scales,
             HAS_BIAS=matrix.bias is not None, ADDS=adds, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+    def _is_for_vendor(self, num_rows: int, packed: Tensor, out: Tensor) -> bool:
+        """Whether the vendor's library multiplies: bf16, unless few rows or logits are to keep all digits."""
+        if self._device.type != "cuda" or packed.dtype != torch.bfloat16 or len(packed) == self._model.vocab_size:
+            return False
+        return num_rows > FEW_ROWS or out.dtype == torch.bfloat16
 
     def _as_fp8(self, given: Rows) -> Rows:
         count, width = given.values.shape
@@ -330,11 +338,12 @@ class GpuKernels:
         num_rows, width = given.values.shape
         group = self._group_of(matrix)
         m = groups.TILE_ROWS[num_rows > groups.TILE_ROWS[0]]
-        grid = (triton.cdiv(num_rows, m) * triton.cdiv(matrix.num_rows, 64),)
+        n = 32 if matrix.num_rows <= matmul.NARROW_COLUMNS else 64
+        grid = (triton.cdiv(num_rows, m) * triton.cdiv(matrix.num_rows, n),)
         groups.multiply_groups[grid](
             given.values, matrix.packed, matrix.scale, matrix.packed if matrix.zero is None else matrix.zero,
             out if matrix.bias is None else matrix.bias, out, num_rows, matrix.num_rows, width,
-            M=m, N=64, K=min(group, 64), GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
+            M=m, N=n, K=min(group, 64), GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
             HAS_BIAS=matrix.bias is not None, ADDS=adds,
         )  # fmt: skip
 

@@ -87,20 +87,20 @@ class ScaledTokenLayout:
 
     def k_to_wire(self, blocks: Tensor) -> Tensor:
         values, scales = self._split(blocks)
-        fours = values.unflatten(3, (self.head_dim // 4, 4)).transpose(2, 3)
+        fours = values.reshape(-1, self.kv_heads, self.tokens, self.head_dim // 4, 4).transpose(2, 3)
         return torch.cat((fours.flatten(2), scales), dim=2)
 
     def v_to_wire(self, blocks: Tensor) -> Tensor:
         values, scales = self._split(blocks)
-        pairs = values.unflatten(2, (self.tokens // 2, 2)).transpose(3, 4)
+        pairs = values.reshape(-1, self.kv_heads, self.tokens // 2, 2, self.head_dim).transpose(3, 4)
         return torch.cat((pairs.flatten(2), scales), dim=2)
 
     def k_from_wire(self, blocks: Tensor) -> Tensor:
-        fours = blocks[:, :, : self.tokens * self.head_dim].unflatten(2, (self.head_dim // 4, self.tokens, 4))
+        fours = self._values(blocks).reshape(-1, self.kv_heads, self.head_dim // 4, self.tokens, 4)
         return self._joined(fours.transpose(2, 3).flatten(3), blocks)
 
     def v_from_wire(self, blocks: Tensor) -> Tensor:
-        pairs = blocks[:, :, : self.tokens * self.head_dim].unflatten(2, (self.tokens // 2, self.head_dim, 2))
+        pairs = self._values(blocks).reshape(-1, self.kv_heads, self.tokens // 2, self.head_dim, 2)
         return self._joined(pairs.transpose(3, 4).flatten(2, 3), blocks)
 
     def _split(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +108,12 @@ class ScaledTokenLayout:
         heads = blocks.transpose(1, 2)
         return heads[..., : self.head_dim], heads[..., self.head_dim :].flatten(2)
 
+    def _values(self, blocks: Tensor) -> Tensor:
+        """Those of a head on the wire, without its scales."""
+        return blocks[:, :, : self.tokens * self.head_dim]
+
     def _joined(self, values: Tensor, blocks: Tensor) -> Tensor:
-        scales = blocks[:, :, self.tokens * self.head_dim :].unflatten(2, (self.tokens, SCALE_BYTES))
+        scales = blocks[:, :, self.tokens * self.head_dim :].reshape(-1, self.kv_heads, self.tokens, SCALE_BYTES)
         return torch.cat((values, scales), dim=3).transpose(1, 2)
 
 

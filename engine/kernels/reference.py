@@ -147,7 +147,7 @@ def _gathered(name: str, cache: Tensor, gather: _Gather, plan: AttentionPlan, sc
     size, (_, kv_heads, dim) = len(gather.slots), cache.shape
     if scaled is not None:
         read = scaled_cache.read(cache.index_select(0, gather.slots), scaled)
-        return read.unflatten(0, (gather.batch, -1)).transpose(1, 2)
+        return read.view(gather.batch, -1, kv_heads, read.shape[-1]).transpose(1, 2)
     scratch = plan.scratch.get(name)
     if scratch is None or len(scratch) < size:
         largest = max(len(other.slots) for other in plan.gathers)

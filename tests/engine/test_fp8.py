@@ -106,7 +106,8 @@ def test_a_quantized_copy_is_the_model_in_fp8(tmp_path: Path, biases: bool) -> N
     name = "model.layers.0.mlp.down_proj.weight"
     assert (tensors[name].dtype, tensors[name + "_scale"].shape) == (torch.float8_e4m3fn, (64, 1))
     assert stored_format(tmp_path / "fp8") == "fp8"
-    assert resolve_formats(str(tmp_path / "fp8"), "auto", "auto", lambda _: None, force=True)[0] == Formats("fp8", "bf16")
+    formats, _ = resolve_formats(str(tmp_path / "fp8"), "auto", "auto", lambda _: None, force=True)
+    assert formats == Formats("fp8", "bf16")
     copy, online = (logits(path, weight_format="fp8", kv_format="float32") for path in (tmp_path / "fp8", model))
     assert kl(online, copy) < 0.05, "but for scales, which are bf16 in the file"
     assert kl(logits(tmp_path / "fp8"), copy) < 0.05, "and near its own weights with rows in full"

@@ -144,7 +144,10 @@ def assert_same(found: Sequence[Completion], plain: Sequence[Completion]) -> Non
         assert replace(one, usage=replace(one.usage, hit_tokens=other.usage.hit_tokens)) == other
 
 
-@pytest.fixture(scope="module", params=[("int8", "int8"), ("bf16", "bf16")], ids=["int8", "bf16"])
+FORMATS = [pytest.param(("int8", "int8"), id="int8"), pytest.param(("bf16", "bf16"), id="bf16", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
 def world(request: pytest.FixtureRequest, model: Path) -> Iterator[World]:
     return World(model, *request.param)
 

@@ -53,7 +53,7 @@ def evaluate(
     console.out("")
     console.out(table.note(report))
     for row in report["rows"]:
-        if row["verdict"] == "over" and row["of"] != "both":
+        if row["verdict"] == "over":
             console.out(_refusal(row))
     console.out(f"Written: {', '.join(report['files'])}")
     console.result(report)

@@ -1,7 +1,7 @@
 """The quality report: formats of one or several models against their references, row by row, with verdicts.
 
-A row measures weights (KV plain), KV (against the same model without), or both at once. Both have no limit of their
-own: they are served if each is within its own.
+A row measures weights, with KV plain, or KV, against the same model without: what is quantized in both ways is served
+if each is within its limit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.load.weights import open_model
 from engine.memory.plan import available_bytes
 from engine.quality import kept
 from engine.quality.figures import TAIL_SHARES, Quality
-from engine.quality.judge import BYTES_PER_PARAMETER, PLAIN, found_origin, quantization_of
-from engine.quality.limits import Limit, Part, Word, kv_limit, rounded, weight_limit, worst
+from engine.quality.judge import BYTES_PER_PARAMETER, PLAIN, beside, found_origin, quantization_of
+from engine.quality.limits import Limit, Part, kv_limit, rounded, weight_limit
 from engine.quality.measure import DEFAULT_TOKENS, Reference
 
-WEIGHTS, KV, BOTH = "weights", "kv", "both"
+WEIGHTS, KV = "weights", "kv"
 
 Say = Callable[[str], None]
 
@@ -57,18 +57,14 @@ class Row:
     def limit(self) -> Limit | None:
         if self.of == WEIGHTS:
             return weight_limit(self.formats.weights, self.subject.stored)
-        return kv_limit(self.formats.kv) if self.of == KV else None
+        return kv_limit(self.formats.kv)
 
     @property
     def decides(self) -> bool:
         """Whether this is what the model is judged by when it is served."""
         if self.of == KV or self.subject.stored is None:
-            return self.of != BOTH and self.base == self.subject.meta.path
-        return self.of == WEIGHTS and (self.subject.origin is None or self.subject.origin.digest == self.base_digest)
-
-    @property
-    def base_digest(self) -> str:
-        return read_meta(self.base).digest
+            return self.base == self.subject.meta.path
+        return self.subject.origin is None or self.subject.origin.digest == read_meta(self.base).digest
 
 
 def evaluate(
@@ -103,7 +99,7 @@ def evaluate(
     return {
         "object": "model.quality",
         "text": "our held-out text" if file is None else str(file),
-        "rows": [_document(row, found) for row in rows],
+        "rows": [_document(row, found[row]) for row in rows],
     }
 
 
@@ -133,7 +129,7 @@ def subject_of(model: str, against: str | None, weight_formats: Sequence[str], s
 
 
 def rows_of(subject: Subject, kv_formats: Sequence[str]) -> Iterator[Row]:
-    """Each weight format with plain KV, each other KV format by itself, and all pairs of these."""
+    """Each weight format with plain KV, and each other KV format."""
 
     def row(weights: str, kv: str, of: str) -> Row:
         is_own = of == KV
@@ -145,15 +141,11 @@ def rows_of(subject: Subject, kv_formats: Sequence[str]) -> Iterator[Row]:
             base_name=subject.name if is_own else subject.base_name,
         )
 
-    others = [kv for kv in kv_formats if kv != PLAIN]
     for weights in subject.weight_formats:
         yield row(weights, PLAIN, WEIGHTS)
-    for kv in others:
-        yield row(PLAIN if subject.stored is None else subject.weight_formats[0], kv, KV)
-    for weights in subject.weight_formats:
-        for kv in others:
-            if weights != PLAIN or subject.stored is not None:
-                yield row(weights, kv, BOTH)
+    for kv in kv_formats:
+        if kv != PLAIN:
+            yield row(beside(Formats(subject.weight_formats[0], kv), subject.stored).weights, kv, KV)
 
 
 def _check_room(rows: Sequence[Row]) -> None:
@@ -167,8 +159,7 @@ def _check_room(rows: Sequence[Row]) -> None:
             )
 
 
-def _document(row: Row, found: dict[Row, Quality]) -> dict[str, Any]:
-    quality = found[row]
+def _document(row: Row, quality: Quality) -> dict[str, Any]:
     return {
         "model": row.subject.name,
         "digest": row.subject.meta.digest,
@@ -189,24 +180,8 @@ def _document(row: Row, found: dict[Row, Quality]) -> dict[str, Any]:
         "perplexity_ratio": rounded(quality.perplexity, 5),
         "perplexity_error": rounded(quality.perplexity_error, 5),
         "limit": None if row.limit is None else asdict(row.limit),
-        "verdict": str(_word(row, found)),
+        "verdict": str(Part(format="", limit=row.limit, quality=quality).word),
     }
-
-
-def _word(row: Row, found: dict[Row, Quality]) -> Word:
-    """Of both formats at once, the worse of the two."""
-    if row.of != BOTH:
-        return Part(format="", limit=row.limit, quality=found[row]).word
-    parts = (
-        other
-        for other in found
-        if other.subject == row.subject
-        and (
-            (other.of == WEIGHTS and other.formats.weights == row.formats.weights)
-            or (other.of == KV and other.formats.kv == row.formats.kv)
-        )
-    )
-    return worst(*(_word(part, found) for part in parts))
 
 
 def _short(model: str) -> str:

@@ -13,8 +13,8 @@ COLUMNS = (
 )
 NOTE = (
     "KL in nats over {tokens:,} positions of {text}, ± standard errors; 1 in 100 positions has a larger KL than its "
-    "figure says. Limits are of the mean KL and of the change of perplexity; both formats at once are held to each "
-    "by itself. What is over a limit is served only where that is forced."
+    "figure says. Limits are of the mean KL and of the change of perplexity, for weights and for KV each their own. "
+    "What is over a limit is served only where that is forced."
 )
 
 

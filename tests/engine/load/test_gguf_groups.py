@@ -80,14 +80,15 @@ def logits(path: Path, **formats: str) -> torch.Tensor:
 )
 @pytest.mark.parametrize("wide", [False, True], ids=["torch", "compiled"])
 def test_a_file_runs_as_it_is_stored(tmp_path: Path, kind: Kind, kept: str, wide: bool) -> None:
-    """The same as its numbers in bf16, but for bf16's rounding of them; and no larger than was planned."""
+    """The same as its numbers in bf16, but for bf16's rounding of them and a head of 8 bits; as large as planned."""
     sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "mlp": 192} if wide else {}
     path = model(tmp_path, dict.fromkeys(MATRICES, kind), **sizes)
     assert kept_format(path) == kept
     runner = make_runner(path, weight_format=kept, kv_format="bf16")
     assert runner.kernels.is_fused == wide
     found = Stepper(runner, PROMPT).logits([57])[0]
-    assert torch.allclose(found, logits(path, weight_format="bf16", kv_format="bf16"), atol=0.15)
+    p, q = (rows.log_softmax(-1) for rows in (logits(path, weight_format="bf16", kv_format="bf16"), found))
+    assert float((p.exp() * (p - q)).sum(-1).mean()) < 2e-3
     weights = runner._decoder._weights
     assert all(layer.qkv.bits == int(kept[1]) for layer in weights.layers)
     held = sum(

@@ -198,7 +198,8 @@ class _Spelling:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> _Spelling:
-        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder else None
+        # the decoder alone: the text of a whole tokenizer may have half a million merges
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
         parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": None}]
         kinds = {part["type"] for part in parts}
         if kinds == {"ByteLevel"}:

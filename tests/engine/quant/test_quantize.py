@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from engine.quant.layouts import LAYOUTS
 from engine.quant.recipe import scaled_layer
 from tests.engine.load.test_weights import to_gguf
 from tests.engine.stepping import Stepper, make_runner
+from tests.families import gemma3, make_family, qwen2, qwen3
 from tests.tiny import make_tiny_model
 
 PROMPT = [list(range(3, 60))]
@@ -41,6 +43,18 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_quantize(model: Path, target: Path, calibration: Path | None = None, **changes: Any) -> dict[str, Any]:
     options = {"method": "rtn", "bits": 4, "group": 32, "layout": "compressed-tensors", "symmetric": True} | changes
     return quantize(str(model), target, calibration=calibration, **options)
+
+
+@pytest.mark.parametrize(("config", "method"), [(qwen2, "awq"), (qwen3, "gptq"), (gemma3, "awq"), (gemma3, "gptq")])
+def test_a_copy_of_any_family_in_eight_bits_is_the_model(
+    tmp_path: Path, calibration: Path, config: Callable[..., Any], method: str
+) -> None:
+    """From a directory with AWQ's scales in norms, values and up projections; from a GGUF file with GPTQ."""
+    model = make_family(tmp_path / "model", config(use_sliding_window=False, query_pre_attn_scalar=32))
+    given = to_gguf(model, tmp_path / "m.gguf") if method == "gptq" else model
+    exact = logits(given)
+    run_quantize(given, tmp_path / "copy", calibration, method=method, bits=8)
+    assert (logits(tmp_path / "copy") - exact).std() < 0.03 * exact.std()
 
 
 def logits(path: Path, **formats: Any) -> torch.Tensor:
@@ -67,7 +81,8 @@ def test_every_layout_runs_as_it_is_stored(tmp_path: Path, calibration: Path, la
     model = make_tiny_model(tmp_path / "model")
     target = tmp_path / "quantized"
     run_quantize(model, target, calibration, method="gptq", layout=layout, symmetric=symmetric)
-    assert resolve_formats(str(target), "auto", "auto", pytest.fail) == (Formats("w4a16", "bf16"), None)
+    formats, _ = resolve_formats(str(target), "auto", "auto", lambda _: None, force=True)
+    assert formats == Formats("w4a16", "bf16")
     grouped = logits(target, weight_format="w4a16", kv_format="bf16")
     assert torch.allclose(grouped, logits(target, weight_format="bf16", kv_format="bf16"), atol=0.05)
     assert torch.allclose(grouped, logits(target), atol=0.3)

@@ -13,7 +13,7 @@ from engine.kernels.values import Matrix
 FEW_ROWS = 16
 """Up to here it pays to decode each code once for up to eight rows; beyond, torch's bf16 matmul wins."""
 
-_STEP = 32  # columns that the kernels read at once
+_STEP, _CHUNK = 32, 64  # columns: groups hold whole steps, rows whole chunks
 _PANEL_BYTES = 16 << 20
 
 
@@ -29,12 +29,11 @@ class GroupKernels:
         """values bf16 [T, in] times the matrix: [T, out], float32 or bf16."""
         assert matrix.scale is not None, "weights in groups have scales"
         assert values.is_contiguous(), "rows are contiguous"
-        group = matrix.num_columns // matrix.scale.shape[1]
-        if group % _STEP:
+        if not reads(matrix):
             return groups.multiply(values, matrix)
         operands = (
             *(_pointer(tensor) for tensor in (matrix.packed, matrix.scale, *zeros(matrix))),
-            *(matrix.num_rows, matrix.num_columns, group, matrix.bits),
+            *(matrix.num_rows, matrix.num_columns, group_of(matrix), matrix.bits),
         )
         if len(values) <= self.few_rows:
             out = torch.empty(len(values), matrix.num_rows)
@@ -53,6 +52,16 @@ class GroupKernels:
             self._lib.unpack_groups(*operands, first, count, _pointer(panel))
             products.append(torch.nn.functional.linear(values, panel))
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+
+
+def group_of(matrix: Matrix) -> int:
+    """Columns of a group; 0 for a matrix without groups."""
+    return matrix.num_columns // matrix.scale.shape[1] if matrix.bits and matrix.scale is not None else 0
+
+
+def reads(matrix: Matrix) -> bool:
+    """Whether these kernels take the matrix as it is."""
+    return matrix.bits > 0 and group_of(matrix) % _STEP == 0 and matrix.num_columns % _CHUNK == 0
 
 
 def zeros(matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:

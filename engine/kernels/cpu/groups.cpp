@@ -1,16 +1,18 @@
 // Weights of 4 or 8 bits in groups of columns, value = (code - zero) * scale: products with few rows straight from the
 // codes, and rows of the matrix as bf16 for the products with many.
 //
-// A byte holds two codes of 4 bits, the even column low: just the pair of columns that a lane of a bf16 dot product takes.
-// Codes less their zero are small integers, exact in bf16; each group's sum is float32 and is scaled once. Where zero lies
-// between codes (GGUF), products are made with the middle code for zero, and what that is off by goes to the sum of x.
+// A byte holds two codes of 4 bits, the even column low. Few rows: they become integers of 16 bits, chunk by chunk, so
+// that products of codes are exact sums of integers, scaled once a chunk; zeros, which may lie between codes (GGUF), are
+// taken off at the end, as one product with the groups' sums of x.
 #include "vec.h"
+#include <algorithm>
+#include <cmath>
 #include <omp.h>
 #include <vector>
 
 namespace {
 
-constexpr int STEP = 32, FOUR_BIT_ZEROS = 17;  // zeros of 16 occur in GPTQ files
+constexpr int STEP = 32, CHUNK = 64, FOUR_BIT_ZEROS = 17;  // zeros of 16 occur in GPTQ files
 constexpr int64_t FEW_CODES = 1 << 17;                        // products that are done sooner than other threads would wake
 
 // Sixteen bytes, one a lane. GCC takes the conversion of such short vectors apart, byte by byte.
@@ -80,56 +82,133 @@ struct EightBits {
   }
 };
 
-// M rows by one output.
-// `sums` [m][groups]: of the x of each group, where zeros lie between codes.
-template <class Bits, int M> void dot(const uint16_t* x, const float* sums, const Matrix& w, int output, float* out) {
-  const int groups = w.columns / w.group;
-  const uint8_t* codes = w.codes + (int64_t)output * (w.columns / STEP) * Bits::BYTES;
+// Rows of bf16 as the products take them: each CHUNK of columns as a scale times integers of 16 bits, whose high and low
+// bytes, both signed, are multiplied apart. No number is off by more than 1/65,024 of the largest in its chunk.
+struct Rows {
+  int count, chunks, groups;
+  std::vector<int8_t> bytes;    // [count][chunks][high, low][CHUNK], columns in the order of the codes
+  std::vector<float> scale;     // [count][chunks]
+  std::vector<float> sums;      // [count][groups, whole vectors]: of the columns of each group
+  std::vector<int> first, last; // [chunks]: the groups of a chunk's halves
+
+  static int padded(int groups) { return (groups + 15) / 16 * 16; }
+
+  Rows(const uint16_t* x, int count, const Matrix& w, int bits)
+      : count(count), chunks(w.columns / CHUNK), groups(w.columns / w.group), bytes((int64_t)count * chunks * 2 * CHUNK),
+        scale((int64_t)count * chunks), sums((int64_t)count * padded(groups)), first(chunks), last(chunks) {
+    for (int c = 0; c < chunks; c++) { first[c] = c * CHUNK / w.group; last[c] = (c * CHUNK + STEP) / w.group; }
+    for (int m = 0; m < count; m++)
+      for (int c = 0; c < chunks; c++) take(x + (int64_t)m * w.columns + c * CHUNK, m, c, bits);
+  }
+
+  void take(const uint16_t* x, int m, int c, int bits) {
+    float values[CHUNK], largest = 0, sound = 0;
+    for (int k = 0; k < CHUNK; k++) {
+      values[k] = from_bf16(x[k]);
+      largest = std::max(largest, std::fabs(values[k]));
+      sound += values[k] * 0.f;  // no longer 0 where one isn't finite
+    }
+    const float unit = largest / 32512, inverse = largest > 0 && sound == 0 ? 1 / unit : 0;
+    int8_t *high = bytes.data() + ((int64_t)m * chunks + c) * 2 * CHUNK, *low = high + CHUNK;
+    int halves[2] = {};
+    for (int k = 0; k < CHUNK; k++) {
+      const int value = (int)std::lrintf(values[k] * inverse), top = (value + 128) >> 8;
+      const int at = bits == 4 ? k % 2 * (CHUNK / 2) + k / 2 : k;  // even columns first: they are the low codes of bytes
+      high[at] = (int8_t)top;
+      low[at] = (int8_t)(value - top * 256);
+      halves[k / STEP] += value;
+    }
+    scale[(int64_t)m * chunks + c] = unit + sound;
+    float* sum = sums.data() + (int64_t)m * padded(groups);
+    sum[first[c]] += (unit + sound) * halves[0];
+    sum[last[c]] += (unit + sound) * halves[1];
+  }
+};
+
+// A chunk's codes, one a byte. Of 4 bits: the even columns, then the odd ones.
+template <int BITS> inline u32x16 codes_of(const uint8_t* p) {
+  if (BITS == 8) return load_u32(p);
+#if defined(__AVX512F__)
+  const u32x16 twice = (u32x16)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+#else
+  u32x16 twice;
+  std::memcpy(&twice, p, CHUNK / 2);
+  std::memcpy((char*)&twice + CHUNK / 2, p, CHUNK / 2);
+#endif
+  const u32x16 shift = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
+  return (twice >> shift) & 0x0f0f0f0fu;
+}
+
+// acc[i] += the four products of the unsigned bytes of `codes` and the signed ones of `x`.
+inline i32x16 dot_codes(i32x16 acc, u32x16 codes, u32x16 x) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#else
+  for (int shift = 24; shift >= 0; shift -= 8) acc += (i32x16)((codes << shift) >> 24) * ((i32x16)(x << shift) >> 24);
+  return acc;
+#endif
+}
+
+// The scales of a chunk's lanes.
+template <int BITS> inline f32x16 scales_of(const float* scale, int first, int last) {
+  const f32x16 a = splat(scale[first]);
+  if (first == last) return a;
+  const i32x16 is_first = BITS == 8 ? i32x16{-1, -1, -1, -1, -1, -1, -1, -1} : i32x16{-1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
+  return is_first ? a : splat(scale[last]);
+}
+
+// Entries [g, g + 16) of an array of `size`, zeros behind it.
+template <class T> inline f32x16 some(const T* p, int g, int size) {
+  const int count = std::min(size - g, 16);
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 mask = (__mmask16)((1u << count) - 1);
+  if constexpr (sizeof(T) == sizeof(float)) return (f32x16)_mm512_maskz_loadu_ps(mask, p + g);
+  else return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, p + g)));
+#else
+  f32x16 v = {};
+  for (int i = 0; i < count; i++) v[i] = p[g + i];
+  return v;
+#endif
+}
+
+// M rows, from `row` on, by one output.
+template <int BITS, int M> void dot(const Rows& x, int row, const Matrix& w, int output, float* out) {
+  const uint8_t* codes = w.codes + (int64_t)output * x.chunks * (CHUNK * BITS / 8);
+  const float* scale = w.scale + (int64_t)output * x.groups;
+  const int8_t* bytes = x.bytes.data() + (int64_t)row * x.chunks * 2 * CHUNK;
+  const float* units = x.scale.data() + (int64_t)row * x.chunks;
   f32x16 total[M] = {};
-  float beside[M] = {};
-  for (int g = 0; g < groups; g++) {
-    const int64_t at = (int64_t)output * groups + g;
-    const Bits bits(w.zero ? w.zero[at] : Bits::MIDDLE);
-    f32x16 part[M] = {};
-    for (int k = g * w.group; k < (g + 1) * w.group; k += STEP, codes += Bits::BYTES) {
-      const u32x16 pairs = bits.pairs(codes);
-      for (int m = 0; m < M; m++) part[m] = dot2(part[m], load_u32(x + (int64_t)m * w.columns + k), pairs);
-    }
-    const f32x16 scale = splat(w.scale[at]);
-    for (int m = 0; m < M; m++) total[m] += scale * part[m];
-    if (w.between) {
-      const float off = (Bits::MIDDLE - w.between[at]) * w.scale[at];
-      for (int m = 0; m < M; m++) beside[m] += off * sums[(int64_t)m * groups + g];
+  for (int c = 0; c < x.chunks; c++, codes += CHUNK * BITS / 8) {
+    const u32x16 chunk = codes_of<BITS>(codes);
+    const f32x16 scales = scales_of<BITS>(scale, x.first[c], x.last[c]);
+    for (int m = 0; m < M; m++) {
+      const int8_t* high = bytes + ((int64_t)m * x.chunks + c) * 2 * CHUNK;
+      const i32x16 sum = dot_codes(dot_codes(i32x16{}, chunk, load_u32(high)) << 8, chunk, load_u32(high + CHUNK));
+      total[m] += __builtin_convertvector(sum, f32x16) * (scales * splat(units[(int64_t)m * x.chunks + c]));
     }
   }
-  for (int m = 0; m < M; m++) out[(int64_t)m * w.rows + output] = sum(total[m]) + beside[m];
+  for (int g = 0; g < x.groups; g += 16) {  // what the zeros take off
+    f32x16 zero = splat(BITS == 4 ? 8.f : 128.f);
+    if (w.zero) zero = some(w.zero + (int64_t)output * x.groups, g, x.groups);
+    else if (w.between) zero = some(w.between + (int64_t)output * x.groups, g, x.groups);
+    const f32x16 off = zero * some(scale, g, x.groups);
+    for (int m = 0; m < M; m++) total[m] -= off * load(x.sums.data() + (int64_t)(row + m) * Rows::padded(x.groups) + g);
+  }
+  for (int m = 0; m < M; m++) out[(int64_t)m * w.rows + output] = sum(total[m]);
 }
 
-template <class Bits, int M> void dots(const uint16_t* x, const float* sums, const Matrix& w, float* out) {
+template <int BITS, int M> void dots(const Rows& x, int row, const Matrix& w, float* out) {
 #pragma omp parallel for schedule(static) if ((int64_t)w.rows * w.columns > FEW_CODES)
-  for (int output = 0; output < w.rows; output++) dot<Bits, M>(x, sums, w, output, out);
-}
-
-// Of the bf16 numbers of each group of columns.
-inline std::vector<float> group_sums(const uint16_t* x, int rows, const Matrix& w) {
-  std::vector<float> sums((int64_t)rows * (w.columns / w.group));
-  for (size_t i = 0; i < sums.size(); i++) {
-    f32x16 total = {};
-    for (int k = 0; k < w.group; k += 16) total += load_bf16(x + i * w.group + k);
-    sums[i] = sum(total);
-  }
-  return sums;
+  for (int output = 0; output < w.rows; output++) dot<BITS, M>(x, row, w, output, out + (int64_t)row * w.rows);
 }
 
 // By eight rows at most, then four, two, one: more sizes would only take longer to compile.
-template <class Bits> void multiply(const uint16_t* x, int rows, const Matrix& w, float* out) {
-  const std::vector<float> sums = w.between ? group_sums(x, rows, w) : std::vector<float>();
-  for (int m = 0, size; m < rows; m += size) {
-    const int left = rows - m;
+template <int BITS> void multiply(const Rows& x, const Matrix& w, float* out) {
+  for (int m = 0, size; m < x.count; m += size) {
+    const int left = x.count - m;
     size = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const auto run = size == 8 ? dots<Bits, 8> : size == 4 ? dots<Bits, 4> : size == 2 ? dots<Bits, 2> : dots<Bits, 1>;
-    run(x + (int64_t)m * w.columns, sums.data() + (w.between ? (int64_t)m * (w.columns / w.group) : 0), w,
-        out + (int64_t)m * w.rows);
+    const auto run = size == 8 ? dots<BITS, 8> : size == 4 ? dots<BITS, 4> : size == 2 ? dots<BITS, 2> : dots<BITS, 1>;
+    run(x, m, w, out);
   }
 }
 
@@ -160,12 +239,14 @@ template <class Bits> void unpack(const Matrix& w, int first, int count, uint16_
 
 extern "C" {
 
-// x bf16 [m][columns] times a matrix in groups -> out float32 [m][rows]. Groups hold whole steps of 32 columns.
+// x bf16 [m][columns] times a matrix in groups -> out float32 [m][rows]. Groups hold whole steps of 32 columns, rows whole
+// chunks of 64.
 void multiply_groups(const uint16_t* x, int m, const uint8_t* codes, const float* scale, const int16_t* zero,
                      const float* between, int rows, int columns, int group, int bits, float* out) {
   const Matrix w{codes, scale, zero, between, rows, columns, group};
-  if (bits == 4) multiply<FourBits>(x, m, w, out);
-  else multiply<EightBits>(x, m, w, out);
+  const Rows ready(x, m, w, bits);
+  if (bits == 4) multiply<4>(ready, w, out);
+  else multiply<8>(ready, w, out);
 }
 
 // Rows [first, first + count) of a matrix in groups as bf16 [count][columns].

@@ -10,14 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.group_matmul import zeros
+from engine.kernels.cpu.group_matmul import group_of, reads, zeros
 from engine.kernels.values import Matrix
 from engine.model.config import ModelConfig
 from engine.model.rope import Angles
 
 _MATRICES = ("qkv", "out", "gate_up", "down")
 _NORMS = ("attention_norm", "qk_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-_STEP_COLUMNS = 32  # that the kernels of weights in groups read at once
 
 
 class DecoderLayer(Protocol):
@@ -142,15 +141,7 @@ def query_scale(model: ModelConfig) -> float:
 
 def can_stack(layers: Sequence[DecoderLayer]) -> bool:
     """Whether all matrices are in a form that the CPU's own matmuls read."""
-    return all(_is_read(matrix) for layer in layers for matrix in _matrices(layer).values())
-
-
-def _is_read(matrix: Matrix) -> bool:
-    return matrix.is_tiled or (matrix.bits > 0 and _group(matrix) % _STEP_COLUMNS == 0)
-
-
-def _group(matrix: Matrix) -> int:
-    return matrix.num_columns // matrix.scale.shape[1] if matrix.bits and matrix.scale is not None else 0
+    return all(matrix.is_tiled or reads(matrix) for layer in layers for matrix in _matrices(layer).values())
 
 
 def _matrices(layer: DecoderLayer) -> dict[str, Matrix]:
@@ -174,7 +165,7 @@ def _matrix(matrix: Matrix) -> _Matrix:
     zero, between = zeros(matrix)
     tensors = {"packed": matrix.packed, "scale": matrix.scale, "bias": matrix.bias, "zero": zero, "between": between}
     shape = {"num_rows": matrix.num_rows, "num_columns": matrix.num_columns}
-    return _Matrix(**_present(tensors), **shape, group=_group(matrix), bits=matrix.bits)
+    return _Matrix(**_present(tensors), **shape, group=group_of(matrix), bits=matrix.bits)
 
 
 def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, int]:

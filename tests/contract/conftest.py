@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
 import openai
 import pytest
 import structlog
-import uvicorn
 
 from batchsvc.accounts import service as accounts
-from batchsvc.app import create_app
 from batchsvc.batches import models
 from batchsvc.billing import service as billing
 from batchsvc.db import migrate
@@ -25,9 +20,12 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from tests import servers
 from tests.dispatchers import NullDispatcher
+from tests.serving import serving
 
 MODEL = "tiny-test-model"
 DIGEST = "ab" * 32
+# of tests to which the database is no part: what it may do otherwise is tested elsewhere
+on_sqlite = pytest.mark.parametrize("server", ["sqlite"], indirect=True)
 
 
 class Recorder(NullDispatcher):
@@ -76,25 +74,6 @@ class Api:
         with self.db.transaction() as session:
             project = accounts.create_project(session, "other")
             return project.id, accounts.create_key(session, project.id, "test")[1]
-
-
-@contextmanager
-def serving(settings: Settings, dispatcher: NullDispatcher) -> Iterator[str]:
-    """Yields the base URL of a server on a free port."""
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(settings, dispatcher), host="127.0.0.1", port=0, log_level="error")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the API doesn't start"
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
 
 
 @pytest.fixture(scope="session")

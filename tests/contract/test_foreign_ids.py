@@ -21,6 +21,7 @@ from tests.contract.conftest import Api
 from tests.contract.test_http import _flat, envelope, upload
 from tests.dispatchers import NullDispatcher
 
+pytestmark = pytest.mark.parametrize("server", ["postgresql"], indirect=True)  # it refuses more than SQLite does
 OWNED = {
     "file_id",
     "upload_id",

@@ -17,8 +17,9 @@ from fastapi.testclient import TestClient
 
 from batchsvc.app import create_app
 from batchsvc.settings import Settings
-from tests.contract.conftest import MODEL, Api, serving
+from tests.contract.conftest import MODEL, Api, on_sqlite
 from tests.dispatchers import NullDispatcher
+from tests.serving import serving
 
 OPEN = {"/livez", "/readyz", "/metrics"}
 LINE = b'{"custom_id":"1"}\n'
@@ -56,6 +57,7 @@ def envelope(answer: httpx.Response, status: int) -> dict[str, Any]:
     return dict(body["error"])
 
 
+@on_sqlite
 def test_every_route_needs_a_key(api: Api) -> None:
     walked = 0
     for method, template in routes(api.settings):
@@ -151,6 +153,7 @@ def test_health(api: Api) -> None:
     assert ready.json() == {"status": "ready", "parts": {"database": "ok", "store": "ok", "redis": "ok"}}
 
 
+@on_sqlite
 @pytest.mark.parametrize(
     ("change", "status", "state", "part"),
     [
@@ -216,7 +219,7 @@ def test_a_bug_is_a_500_that_tells_nothing(api: Api, monkeypatch: pytest.MonkeyP
     assert "secret" not in made.text and "RuntimeError" not in made.text and ".py" not in made.text
 
 
-@pytest.mark.parametrize("server", ["sqlite"], indirect=True)
+@on_sqlite
 def test_logs_hold_no_key_and_no_body(api: Api) -> None:
     """A process of its own, because its logs are what it writes: planted words must not be in them."""
     script = """
@@ -225,7 +228,7 @@ from batchsvc import logs
 from batchsvc.settings import Settings
 from tests.dispatchers import NullDispatcher
 logs.configure("debug")
-from tests.contract.conftest import serving
+from tests.serving import serving
 settings = Settings.from_env()
 with serving(settings, NullDispatcher()) as url:
     auth = {"Authorization": "Bearer " + sys.argv[1]}

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from batchsvc.dispatch import CeleryDispatcher
-from tests.contract.conftest import Api, serving
+from tests.contract.conftest import Api
 from tests.contract.test_http import envelope, upload
 from tests.dispatchers import NullDispatcher
 from tests.faults.proxy import FaultProxy
 from tests.faults.targets import postgres_target, tcp_target, through
+from tests.serving import serving
 
 CREATES = 6
 DEADLINE_S = 10.0  # a client of Redis gives up after 2 s: six calls that waited for it would take longer

@@ -18,9 +18,10 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.result_cursor import Cursor, Kind
 from batchsvc.batches.schemas import RunAgain
 from batchsvc.batches.tables import Batch
-from tests.contract.conftest import MODEL, Api, serving
+from tests.contract.conftest import MODEL, Api
 from tests.contract.test_http import envelope
 from tests.dispatchers import NullDispatcher
+from tests.serving import serving
 from tests.workers.conftest import World
 from tests.workers.test_finalize import finalizer, run_units
 

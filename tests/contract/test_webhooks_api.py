@@ -12,7 +12,7 @@ import pytest
 from batchsvc.cli import main
 from batchsvc.webhooks import delivery_queries, queries, routes
 from batchsvc.webhooks.service import MOST_ENDPOINTS
-from tests.contract.conftest import Api
+from tests.contract.conftest import Api, on_sqlite
 from tests.contract.test_http import envelope
 from tests.receiver import receiving
 
@@ -111,6 +111,7 @@ def test_slow_servers_of_others_take_few_threads(api: Api) -> None:
     assert api.call("POST", "/v1/webhook_endpoints", json=body).status_code == 200
 
 
+@on_sqlite
 def test_the_command_line(api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         target = ("--url", api.url, "--api-key", api.key)

@@ -1,4 +1,4 @@
-"""A deployment by settings alone (PostgreSQL, Redis, S3, the real engine): each process by one command, then a job."""
+"""A deployment by settings alone (PostgreSQL, Redis, S3): each process by one command, then a job."""
 
 from __future__ import annotations
 
@@ -37,9 +37,6 @@ def deployment(
     password_file.write_text(s3_server.secret_key + "\n")
     settings = {
         **FAST_SETTINGS,
-        "BATCHSVC_ENGINE": "auto",  # the real engine, on the tiny model
-        "BATCHSVC_THREADS": "1",
-        "BATCHSVC_KV_BYTES": str(32 * 2**20),
         "DATABASE_URL": base.rsplit("/", 1)[0] + f"/{name}" + (f"?{query}" if query else ""),
         "REDIS_URL": redis_url,
         "AWS_ENDPOINT_URL_S3": s3_server.endpoint,

@@ -24,8 +24,8 @@ from batchsvc.cli import main
 from batchsvc.db import migrate
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.money import Rates, line_cost_nanos
-from tests.contract.conftest import serving
 from tests.dispatchers import NullDispatcher
+from tests.serving import serving
 
 DAY_MS = 86_400_000
 RATES = Rates(input=10_000_000, cached_input=2_500_000, output=40_000_000)

@@ -28,7 +28,7 @@ def test_a_shipped_model_is_located_by_the_process_that_plans(
 ) -> None:
     tiny = make_tiny_model(tmp_path / "tiny")
     monkeypatch.setitem(fetch.KNOWN_MODELS, "shipped", fetch.KNOWN_MODELS["smollm2-135m"])
-    monkeypatch.setattr(fetch, "_pull", lambda *_: tiny)
+    monkeypatch.setattr(fetch, "pull", lambda *_: tiny)
     planned = make_planned(sqlite_settings, tiny)
     with planned.db.transaction() as session:
         session.get_one(Model, "tiny").path = "shipped"

@@ -56,7 +56,7 @@ def test_models_are_found_by_name_and_alias(tmp_path: Path, monkeypatch: pytest.
     database.run(lambda session: models.alias(session, "gpt", tiny))
     assert registered_path(directory, "gpt") == registered_path(directory, tiny) == tiny
     monkeypatch.setitem(fetch.KNOWN_MODELS, "shipped", fetch.KNOWN_MODELS["smollm2-135m"])
-    for fetched_by in ("_pull", "_from_hub"):
+    for fetched_by in ("pull", "_from_hub"):
         monkeypatch.setattr(fetch, fetched_by, lambda *_: Path(tiny))
     for name in ("shipped", "hf:some/model"):
         prepare_model(database, name, lambda _: None)

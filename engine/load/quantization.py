@@ -111,6 +111,10 @@ def _awq(found: dict[str, Any], path: Path) -> Quantization:
 
 
 def _compressed_tensors(found: dict[str, Any], path: Path) -> Quantization:
+    for what in ("transform_config", "sparsity_config"):
+        said = found.get(what) or {}
+        if not isinstance(said, dict) or said.get("config_groups") or said.get("format", "dense") != "dense":
+            raise ModelError(f"{path} has compressed-tensors with a {what}, which is not supported.")
     groups = found.get("config_groups")
     schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)] if isinstance(groups, dict) else []
     formats = {str(scheme.get("format") or found.get("format")) for scheme in schemes}

@@ -54,6 +54,11 @@ KNOWN = [
         "w4a16",
     ),
     (
+        {**packed(actorder="static"), "transform_config": {}, "sparsity_config": {}, "kv_cache_scheme": None},
+        Quantization(layout="compressed-tensors", bits=4),
+        "w4a16",
+    ),
+    (
         {**packed(num_bits=8), "format": "int-quantized"},
         Quantization(layout="scaled", bits=8),
         None,
@@ -92,6 +97,8 @@ UNKNOWN = [
     ({**AWQ, "version": "gemv"}, "'gemv'"),
     ({**packed(), "format": "marlin-24"}, "format marlin-24"),
     ({**packed(), "config_groups": [1]}, "format none"),
+    ({**packed(), "transform_config": {"config_groups": {"R4": {}}}}, "with a transform_config"),
+    ({**packed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config"),
     (packed(num_bits=5), "weights of 5 bits"),
     (packed(num_bits=[4]), "weights of \\[4\\] bits"),
 ]

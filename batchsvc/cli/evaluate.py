@@ -60,5 +60,5 @@ def evaluate(
 
 
 def _refusal(row: dict[str, Any]) -> str:
-    what = f"KV in {row['kv_format']}" if row["of"] == "kv" else row["weight_format"]
-    return f"{row['model']} isn't served with {what}, unless forced with --force-format or BATCHSVC_FORCE_FORMAT=true."
+    what = f"with KV in {row['kv_format']}" if row["of"] == "kv" else f"in {row['weight_format']}"
+    return f"{row['model']} isn't served {what}, unless forced by --force-format or BATCHSVC_FORCE_FORMAT=true."

@@ -87,7 +87,7 @@ class Judge:
         self._say(f"Measuring once what {_spelled(formats)} costs {self.meta.name} in quality.")
         if self._reference is None or self._reference.meta.path != base:
             self._reference = None  # before the next one is there: two may be more than there is room for
-            self._reference = Reference(str(base))
+            self._reference = Reference(str(base), say=self._say)
         quality = self._reference.compare(str(self.meta.path), *formats)
         kept.store(self.meta, quality)
         return quality

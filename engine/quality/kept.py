@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engine.load.meta import ModelMeta
 from engine.quality.figures import TAIL_SHARES, Quality
 
 _VERSION = 5  # of the arithmetic and the text: a new one measures again
+_UNFUSED_S = 86_400
 
 
 def folder() -> Path:
@@ -22,14 +24,17 @@ def folder() -> Path:
 
 def load(meta: ModelMeta, formats: Formats, against: str | None) -> Quality | None:
     """What these formats cost this model against the reference of that digest, or, without one, the reference that it
-    was measured against last. None: it wasn't measured, or that can't be read."""
+    was measured against last. None: it wasn't measured, or that can't be read, or a day ago without compiled kernels,
+    which may be there by now."""
+    path = _file(meta, formats)
     try:
-        values = json.loads(_file(meta, formats).read_text("utf-8"))
+        age_s, values = time.time() - path.stat().st_mtime, json.loads(path.read_text("utf-8"))
         found = Quality(**{**values, "tail": tuple(values["tail"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     is_meant = against in (None, found.against) and Formats(found.weight_format, found.kv_format) == formats
-    return found if is_meant and len(found.tail) == len(TAIL_SHARES) else None
+    is_whole = len(found.tail) == len(TAIL_SHARES) and (found.is_fused or age_s < _UNFUSED_S)
+    return found if is_meant and is_whole else None
 
 
 def store(meta: ModelMeta, quality: Quality) -> None:

@@ -5,7 +5,7 @@ The reference runs once: its hidden rows are kept, and its head is applied to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +23,24 @@ from engine.text import load_text
 DEFAULT_TOKENS = 16_384
 _BLOCK_TOKENS = 16
 _CHUNK_TOKENS = 128
+Say = Callable[[str], None]
+
 _PARAMS = SamplingParams(max_tokens=1, temperature=0)
 
 
 class Reference:
-    """A model in float32 that has read the text. Raises EngineError in one sentence."""
+    """A model in float32 that has read the text. `say` is told what runs slower than it could. Raises EngineError in
+    one sentence."""
 
-    def __init__(self, model: str, *, file: Path | None = None, tokens: int = DEFAULT_TOKENS) -> None:
-        self._file, self._tokens = file, tokens
+    def __init__(
+        self,
+        model: str,
+        *,
+        file: Path | None = None,
+        tokens: int = DEFAULT_TOKENS,
+        say: Say = lambda sentence: None,
+    ) -> None:
+        self._file, self._tokens, self._say = file, tokens, say
         self._text = load_text(model)
         self.meta = self._text.meta
         self._windows = read_windows(self._text, file, tokens)
@@ -42,7 +52,7 @@ class Reference:
         text = load_text(model)
         if text.meta.digest != self.meta.digest:
             check_same(text, self._text, read_windows(text, self._file, self._tokens), self._windows)
-        runner = _runner(model, weight_format, kv_format)
+        runner = _runner(model, weight_format, kv_format, self._say)
         found = [
             _compared(self._runner.head(exact), runner.head(rough), following)
             for exact, (following, rough) in zip(self._states, _walk(runner, self._windows), strict=True)
@@ -62,7 +72,7 @@ def measure(model: str, weight_format: str, kv_format: str = "bf16", *, against:
     return Reference(against or model).compare(model, weight_format, kv_format)
 
 
-def _runner(model: str, weight_format: str, kv_format: str) -> ModelRunner:
+def _runner(model: str, weight_format: str, kv_format: str, say: Say = lambda sentence: None) -> ModelRunner:
     return ModelRunner(
         EngineConfig(
             model=model,
@@ -70,7 +80,8 @@ def _runner(model: str, weight_format: str, kv_format: str) -> ModelRunner:
             kv_format=kv_format,
             block_tokens=_BLOCK_TOKENS,
             num_blocks=WINDOW_TOKENS // _BLOCK_TOKENS + 1,
-        )
+        ),
+        say,
     )
 
 

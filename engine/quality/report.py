@@ -89,7 +89,7 @@ def evaluate(
         mine = [row for row in rows if row.base == base]
         _check_room(mine)
         say(f"Reading the text with {mine[0].base_name} in float32.")
-        reference = Reference(str(base), file=file, tokens=tokens)
+        reference = Reference(str(base), file=file, tokens=tokens, say=say)
         for row in mine:
             say(f"Measuring {row.subject.name} in {row.formats.weights}, KV in {row.formats.kv}.")
             found[row] = reference.compare(str(row.subject.meta.path), *row.formats)
@@ -179,6 +179,7 @@ def _document(row: Row, quality: Quality) -> dict[str, Any]:
         "reference_perplexity": rounded(quality.reference_perplexity, 4),
         "perplexity_ratio": rounded(quality.perplexity, 5),
         "perplexity_error": rounded(quality.perplexity_error, 5),
+        "is_fused": quality.is_fused,
         "limit": None if row.limit is None else asdict(row.limit),
         "verdict": str(Part(format="", limit=row.limit, quality=quality).word),
     }

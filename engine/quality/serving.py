@@ -66,7 +66,11 @@ def _is_better(judge: Judge, part: Part, what: str, say: Say) -> bool:
     """Whether a format is within its limit, and faster here."""
     if part.word is Word.OVER:
         say(f"{judge.meta.name} runs {what}in bf16, not {_figures(part, what)}.")
-    return part.word is Word.WITHIN and part.quality is not None and part.quality.is_fused
+    if part.word is not Word.WITHIN or part.quality is None:
+        return False
+    if not part.quality.is_fused:
+        say(f"{judge.meta.name} runs {what}in bf16: {part.format} isn't faster here, without compiled kernels for it.")
+    return part.quality.is_fused
 
 
 def _over(verdict: Verdict) -> str:

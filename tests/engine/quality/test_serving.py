@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -52,9 +54,9 @@ def test_auto_measures_weights_and_kv_once(tiny_model: Path, cache: Path, preten
 AUTO = [
     ({"int8": OVER}, BF16, "tiny runs in bf16, not in int8, where its mean KL is 0.0612 (at most 0.01)"),
     ({"int8": {"perplexity": 1.02}}, BF16, "its perplexity +2 % (at most +1 %)"),
-    ({"int8": {"is_fused": False}}, BF16, "Measuring"),
+    ({"int8": {"is_fused": False}}, BF16, "tiny runs in bf16: int8 isn't faster here"),
     ({"kv_int8": OVER}, Formats("int8", "bf16"), "tiny runs with KV in bf16, not with KV in int8, where"),
-    ({"kv_int8": {"is_fused": False}}, Formats("int8", "bf16"), "Measuring"),
+    ({"kv_int8": {"is_fused": False}}, Formats("int8", "bf16"), "tiny runs with KV in bf16: int8 isn't faster here"),
 ]
 
 
@@ -102,6 +104,24 @@ def test_what_is_over_its_limit_is_refused_unless_forced(
     assert verdict.word == "over"
     assert "int8" in formats or "fp8" in formats
     assert said[-1].endswith("that was forced.")
+
+
+def test_without_compiled_kernels_figures_count_for_a_day(tiny_model: Path, cache: Path, pretend: Pretend) -> None:
+    """They may have failed to compile once; what was measured with them is kept."""
+    measured = pretend(int8={"is_fused": False})
+    for age_s, times in ((0, 1), (80_000, 1), (90_000, 2)):
+        for file in (cache / "quality").glob("*.json"):
+            os.utime(file, (time.time() - age_s, time.time() - age_s))
+        assert resolve_formats(str(tiny_model), "int8", "auto", lambda _: None)[1].word == "within"
+        assert len(measured) == times
+    measured = pretend()
+    for file in (cache / "quality").glob("*.json"):
+        file.unlink()
+    for _ in range(2):
+        resolve_formats(str(tiny_model), "int8", "auto", lambda _: None)
+        for file in (cache / "quality").glob("*.json"):
+            os.utime(file, (1, 1))
+    assert len(measured) == 1
 
 
 def test_what_is_not_quantized_is_not_measured(tiny_model: Path, pretend: Pretend) -> None:

@@ -54,7 +54,10 @@ def test_a_copy_of_any_family_in_eight_bits_is_the_model(
     given = to_gguf(model, tmp_path / "m.gguf") if method == "gptq" else model
     exact = logits(given)
     run_quantize(given, tmp_path / "copy", calibration, method=method, bits=8)
-    assert (logits(tmp_path / "copy") - exact).std() < 0.03 * exact.std()
+    copy = logits(tmp_path / "copy")
+    assert (copy - exact).std() < 0.03 * exact.std()
+    as_stored = logits(tmp_path / "copy", weight_format="w8a16", kv_format="bf16")
+    assert (as_stored - copy).std() < 0.03 * exact.std(), "the compiled kernels read it as it is"
 
 
 def logits(path: Path, **formats: Any) -> torch.Tensor:

@@ -29,18 +29,18 @@ from engine.spec.verify import verified
 from tests.engine.oracle import OracleRunner
 from tests.engine.spec.guesser import SimpleProposer
 
-VOCAB, LENGTH = 5, 4
-PROMPT = (0, 1, 2, 3, 4, 0, 2, 1, 0, 1)
+VOCAB, LENGTH = 4, 5
+PROMPT = tuple(np.random.default_rng(1).integers(0, VOCAB, 40).tolist())  # has all pairs: each place has a proposal
 TABLE = np.random.default_rng(3).normal(0.0, 1.2, (VOCAB, VOCAB, VOCAB)).astype(np.float32)
 SETTINGS = {
     "temperature": {"temperature": 1.0},
-    "filters": {"temperature": 0.8, "top_k": 4, "top_p": 0.9},
+    "filters": {"temperature": 0.8, "top_k": 3, "top_p": 0.9},
     "penalties": {
         "temperature": 1.4,
         "min_p": 0.05,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.4,
-        "repetition_penalty": 1.2,
+        "repetition_penalty": 1.1,
         "logit_bias": ((1, 0.7),),
     },
 }
@@ -108,7 +108,7 @@ def p_value(proposer: Proposer | None, setting: str, answers: int, *, rule: str 
     """Of the counts of so many answers; and how many draft tokens were accepted, of those drawn."""
     params = [SamplingParams(max_tokens=LENGTH, seed=seed, **SETTINGS[setting]) for seed in range(answers)]
     speculation = Speculation(proposer, is_gated=False) if proposer is not None else None
-    config = EngineConfig(model="", block_tokens=4, max_running=32, spec="off")
+    config = EngineConfig(model="", block_tokens=4, max_running=16, spec="off")
     engine = Engine(config, runner=Toy(rule), speculation=speculation)
     requests = (Request(id=str(i), prompt_ids=PROMPT, params=own) for i, own in enumerate(params))
     counts = Counter(completion.token_ids for completion in engine.run(requests))
@@ -136,7 +136,7 @@ PROPOSERS = {"ngram": NgramProposer, "habit": Habit}
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_few_answers_have_the_models_distribution(name: str) -> None:
     p, accepted = p_value(PROPOSERS[name](), "penalties", 800)
-    assert p > 0.001 and accepted > 0.01
+    assert p > 0.001 and accepted > 0.05
 
 
 @pytest.mark.parametrize("rule", ["second chance", "near enough"])
@@ -146,8 +146,9 @@ def test_a_wrong_rule_is_found_out(rule: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_200_000_draws_have_the_models_distribution(name: str, setting: str) -> None:
     p, accepted = p_value(PROPOSERS[name](), setting, 200_000 // LENGTH)
-    assert p > 0.001 and accepted > 0.01
+    assert p > 0.001 and accepted > 0.05

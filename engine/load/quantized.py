@@ -6,6 +6,7 @@ one for the matrix, for each row or for each block, which become floating-point 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -125,7 +126,7 @@ class ScaledSource:
         zeros = {raw.rpartition(".")[0] + "." + part for raw in self._scales.values() for part in (_ZERO, _ORDER)}
         return self._inner.names - beside - zeros - set(self._scales.values())
 
-    @property
+    @functools.cached_property
     def is_fp8(self) -> bool:
         return any(self._values(name).dtype == DTYPE for name in self._scales)
 

@@ -55,7 +55,7 @@ changes = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(changes=changes, cut=st.one_of(st.none(), st.floats(0, 1, exclude_max=True)))
 def test_a_damaged_model_loads_or_costs_one_sentence(
     name: str, changes: list[tuple[float, bool, int]], cut: float | None, sound: Path
@@ -74,7 +74,7 @@ def test_a_damaged_model_loads_or_costs_one_sentence(
     assert "\n" not in says
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(changes=changes)
 def test_a_damaged_header_asks_for_no_memory(changes: list[tuple[float, bool, int]], sound: Path) -> None:
     """numpy tells tracemalloc of its arrays: a file of a few hundred KiB never makes some of a few MiB."""

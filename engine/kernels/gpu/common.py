@@ -35,13 +35,18 @@ def rounded(x):
 
 
 @triton.jit
+def butterfly(x, HALF: tl.constexpr, SIZE: tl.constexpr):
+    """x [SIZE] with sum and difference in the places of each two values that lie HALF apart."""
+    pairs = tl.permute(tl.reshape(x, (SIZE // (2 * HALF), 2, HALF)), (0, 2, 1))
+    left, right = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), (SIZE,))
+
+
+@triton.jit
 def rotated(x, SIZE: tl.constexpr):
     """x [SIZE] float32 turned by Hadamard blocks of 64, as in kernels/int8.py."""
     for stage in tl.static_range(6):
-        half: tl.constexpr = 1 << stage
-        pairs = tl.permute(tl.reshape(x, (SIZE // (2 * half), 2, half)), (0, 2, 1))
-        left, right = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), (SIZE,))
+        x = butterfly(x, 1 << stage, SIZE)
     return x * 0.125
 
 

@@ -33,11 +33,19 @@ class TileShape:
 
 TILES = (TileShape(16, 64, 128, 4, 3), TileShape(64, 64, 64, 4, 3), TileShape(128, 128, 64, 8, 3))
 """By the number of rows, least first."""
+NARROW = TileShape(16, 32, 128, 4, 4)
+"""For few rows of a matrix that would keep only half of a device's processors at work."""
+NARROW_COLUMNS = 8192
+ADDING = TileShape(128, 64, 64, 8, 3)
+"""In place of the largest where its sums are added to what is there, which needs registers too."""
 
 
-def tile_for(num_rows: int) -> TileShape:
+def tile_for(num_rows: int, num_columns: int, *, adds: bool) -> TileShape:
     """The smallest tile that isn't mostly empty."""
-    return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+    if num_rows <= NARROW.rows and num_columns <= NARROW_COLUMNS:
+        return NARROW
+    large = ADDING if adds else TILES[-1]
+    return next((tile for tile in TILES[:-1] if num_rows <= tile.rows), large)
 
 
 @triton.jit

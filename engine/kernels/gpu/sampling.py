@@ -40,7 +40,7 @@ def best_rows(logits, masks, ids, width, num_masked, words, SIZE: tl.constexpr):
     row = tl.program_id(0)
     source, mask = logits + row.to(tl.int64) * width, masks + row.to(tl.int64) * words
     words = tl.where(row < num_masked, words, 0)
-    top = float("-inf")
+    top = tl.full((), float("-inf"), tl.float32)
     best = -1
     bad = 0.0
     for start in range(0, width, SIZE):
@@ -98,7 +98,7 @@ def sample_rows(logits, masks, ids, numbers, top_ks, width, num_masked, words, S
     temperature, top_p = tl.load(numbers + row * 4), tl.load(numbers + row * 4 + 1)
     min_p, draw = tl.load(numbers + row * 4 + 2), tl.load(numbers + row * 4 + 3)
     top_k = tl.load(top_ks + row)
-    top = float("-inf")
+    top = tl.full((), float("-inf"), tl.float32)
     bad = 0.0
     for start in range(0, width, SIZE):
         n = start + tl.arange(0, SIZE)
@@ -109,7 +109,8 @@ def sample_rows(logits, masks, ids, numbers, top_ks, width, num_masked, words, S
         tl.store(ids + row, tl.full((), -1, tl.int64))
         return
     highest = ordered(top)
-    lowest = ordered(top + tl.log(tl.maximum(min_p, 1e-38)) * temperature) if min_p > 0.0 else -2147483647
+    likely = ordered(top + tl.log(tl.maximum(min_p, 1e-37)) * temperature)
+    lowest = tl.where(min_p > 0.0, likely, -2147483647)
     if top_k > 0:
         by_count = threshold(source, mask, width, words, top_k, lowest, highest, top, temperature, False, SIZE)
         lowest = tl.maximum(lowest, by_count)

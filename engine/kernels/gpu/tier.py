@@ -307,7 +307,7 @@ class GpuKernels:
             else:
                 out.copy_(product)
             return
-        tile = matmul.tile_for(num_rows, matrix.num_rows)
+        tile = matmul.tile_for(num_rows, matrix.num_rows, adds=adds)
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(matrix.num_rows, tile.columns),)
         has_scales = given.scale is not None
         matmul.multiply[grid](

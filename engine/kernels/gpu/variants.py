@@ -106,19 +106,22 @@ def _rows() -> Iterator[Variant]:
 def _matmuls() -> Iterator[Variant]:
     sizes = {"num_rows": "i32", "num_columns": "i32", "width": "i32"}
     scales = {"row_scale": "*fp32", "column_scale": "*fp32", "bias": "*fp32"}
-    for (name, (pointer, form)), tile, adds in itertools.product(_OUT.items(), matmul.TILES, (1, 0)):
-        types = _types(rows=pointer, weight=pointer, **scales, out="*fp32" if adds else "*bf16", **sizes)
+    tiles, results = (matmul.NARROW, *matmul.TILES, matmul.ADDING), (("fp32", 1), ("fp32", 0), ("bf16", 0))
+    for (name, (pointer, form)), tile, (out, adds) in itertools.product(_OUT.items(), tiles, results):
+        if tile is (matmul.TILES[-1] if adds else matmul.ADDING):
+            continue
+        types = _types(rows=pointer, weight=pointer, **scales, out=f"*{out}", **sizes)
         flags = _constants(IS_INT8=form == rowwise.INT8, HAS_SCALES=form != rowwise.FLOAT, HAS_BIAS=0, ADDS=adds)
         constants = _constants(M=tile.rows, N=tile.columns, K=tile.depth) + flags
-        block = f"{tile}{' adds' if adds else ''}"
+        block = f"{tile} {'adds to' if adds else 'gives'} {out}"
         yield Variant("multiply", name, 0, block, matmul.multiply, types, constants, tile.warps, tile.stages)
     weights = {"codes": "*u8", "scale": "*fp32", "zero": "*u8"}
     for bits, group in itertools.product((4, 8), (32, 64, 128)):
         shape = _constants(K=min(group, 64), GROUP=group, BITS=bits, HAS_ZERO=1)
-        for m in groups.TILE_ROWS:
+        for m, n in itertools.product(groups.TILE_ROWS, (32, 64)):
             types = _types(rows="*bf16", **weights, bias="*fp32", out="*fp32", **sizes)
-            constants = (*_constants(M=m, N=64), *shape, *_constants(HAS_BIAS=0, ADDS=1))
-            block = f"{m}x64x{min(group, 64)}"
+            constants = (*_constants(M=m, N=n), *shape, *_constants(HAS_BIAS=0, ADDS=1))
+            block = f"{m}x{n}x{min(group, 64)} g{group}"
             yield Variant("multiply_groups", f"int{bits}", 0, block, groups.multiply_groups, types, constants)
         types = _types(**weights, out="*bf16", num_columns="i32", width="i32")
         constants = (("N", 32), *shape)

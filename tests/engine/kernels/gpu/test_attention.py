@@ -131,11 +131,11 @@ def test_keys_and_values_of_eight_bits(kv_format: str) -> None:
     torch.testing.assert_close(filled.attended().double(), filled.wanted(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [1, 16, 37, 500])
+@pytest.mark.parametrize("window", [1, 37])
 def test_rows_that_look_back_a_window(window: int) -> None:
     """In pieces of a shared prefix, of splits and of prefills; some of them hold nothing that a row sees."""
     torch.manual_seed(window)
-    sizes = [(128 + extra, 1) for extra in (0, 17)] + [(130, 9), (1100, 1)]
+    sizes = [(128, 1), (145, 1), (130, 5), (330, 1)]
     filled = Filled(model(), "float32", spans_of(sizes, shared_blocks=8))
     filled.op._processors = 64
     torch.testing.assert_close(filled.attended(window).double(), filled.wanted(window), rtol=1e-4, atol=1e-4)

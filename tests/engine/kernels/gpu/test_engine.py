@@ -76,8 +76,9 @@ def test_same_tokens_as_plain_torch(tmp_path: Path, tiny_model: Path, weights: s
     model, _ = open_model(path)
     formats = {"weight_format": weights, "kv_format": kv}
     config = EngineConfig(
-        model=str(path), **formats, num_blocks=40, step_tokens=48, max_running=8, threads=1, overlap=True, device="cpu"
-    )
+        model=str(path), **formats, num_blocks=40, step_tokens=48, max_running=8, threads=1, overlap=True,
+        spec="off", device="cpu",
+    )  # fmt: skip
     gpu = Recording(model, **formats, block_tokens=16)
     plain = Float32(model, **formats, block_tokens=16)
     assert answers(gpu, config, REQUESTS) == answers(plain, config, REQUESTS)

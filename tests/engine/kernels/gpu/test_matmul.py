@@ -12,7 +12,7 @@ SHAPES = [(1, 64, 64), (3, 40, 96), (17, 130, 200), (70, 96, 64)]
 
 
 def multiply(rows, weight, out, *, row=None, column=None, bias=None, adds=False):
-    tile = matmul.tile_for(len(rows))
+    tile = matmul.tile_for(len(rows), len(weight), adds=adds)
     grid = (triton.cdiv(len(rows), tile.rows) * triton.cdiv(len(weight), tile.columns),)
     matmul.multiply[grid](
         rows, weight, out if row is None else row, out if column is None else column, out if bias is None else bias,

@@ -115,7 +115,7 @@ class _Answers:
 
     def token_ids(self) -> list[tuple[int, ...]]:
         """The whole answers, once they ended."""
-        answers = {}
+        answers: dict[str, tuple[int, ...]] = {}
         while self._engine.has_work():
             answers |= {done.request_id: done.token_ids for done in self._engine.step().completions}
         return [answers[name] for name in self._ids]

@@ -32,8 +32,8 @@ class Load:
 LOADS = (Load(128, 1024, 512), Load(1024, 128, 512), Load(2112, 128, 512, shared=2048))
 FEW = Load(128, 128, 64)
 """For the comparison with transformers."""
-TOY_LOADS = (Load(12, 3, 2), Load(20, 2, 2), Load(40, 2, 3, shared=32))
-TOY_FEW = Load(12, 3, 2)
+TOY_LOADS = (Load(6, 2, 2), Load(12, 2, 1), Load(36, 2, 2, shared=32))
+TOY_FEW = Load(6, 2, 2)
 
 
 class Clock:

@@ -112,7 +112,8 @@ def kv_limit(kv_format: str) -> Limit | None:
 
 def shown_change(ratio: float) -> str:
     """A ratio as a change in percent, such as +0.3 %."""
-    return f"{100 * (ratio - 1):+.3g} %" if abs(ratio - 1) >= 0.0005 else "+0 %"
+    change = 100 * (ratio - 1)
+    return f"{round(change, 2 if abs(change) < 10 else 1):+g} %"
 
 
 def rounded(value: float, digits: int) -> float | None:

@@ -161,7 +161,7 @@ def test_the_plain_answers_are_worth_comparing(world: World) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}],
+    [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}, {"overlap": True}],
     ids=str,
 )
 def test_every_kind_of_request_ends_the_same(world: World, limits: dict[str, Any]) -> None:

@@ -45,12 +45,6 @@ def test_a_model_costs_itself_nothing(tiny_model: Path) -> None:
     assert found.weight_format == found.kv_format == "float32"
 
 
-def test_int8_costs_the_default_model_little(default_model: Path) -> None:
-    both = Reference(str(default_model), tokens=256).compare(str(default_model), "int8", "int8")
-    assert 0 < both.kl < INT8.kl
-    assert both.top1 > 0.9
-
-
 @pytest.mark.slow
 def test_int8_stays_within_its_limits_on_the_default_model(default_model: Path) -> None:
     """On all of our text: a perplexity tells little of fewer tokens."""

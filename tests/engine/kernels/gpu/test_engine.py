@@ -26,7 +26,7 @@ from tests.engine.stepping import Stepper, make_runner
 
 SHARED = [(7 * i + 3) % 380 + 3 for i in range(70)]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-DRAWN = SamplingParams(max_tokens=5, temperature=0.8, seed=3, top_k=50, top_p=0.95, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True)
 REQUESTS = [
     *(Request(id=f"s{i}", prompt_ids=[*SHARED, 9 + i, 30 + i], params=GREEDY) for i in range(3)),
     Request(id="own", prompt_ids=list(range(20, 61)), params=GREEDY),
@@ -65,7 +65,9 @@ def answers(kernels: TorchKernels | GpuKernels, config: EngineConfig, requests: 
     return [done.token_ids for done in Engine(config, runner=runner).run(requests)]
 
 
-@pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 def test_same_tokens_as_plain_torch(tiny_model: Path, name: str) -> None:
     model, _ = open_model(tiny_model)
@@ -80,7 +82,6 @@ def test_same_tokens_as_plain_torch(tiny_model: Path, name: str) -> None:
     assert sum(graph.replays for graph in gpu.recorded), "steps of decodes were replayed"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "kv"), [("int8", "int8"), ("fp8", "fp8"), ("w4a16", "float32")])
 def test_same_logits_as_plain_torch(tmp_path: Path, tiny_model: Path, weights: str, kv: str) -> None:
     """In chunks, the second of which reads what the first one wrote. A value may round to the other side."""
@@ -98,9 +99,9 @@ def test_same_logits_as_plain_torch(tmp_path: Path, tiny_model: Path, weights: s
     assert (found[0] - found[1]).abs().mean() < 1e-2
 
 
-@pytest.mark.slow
 def test_draws_are_those_of_the_definition_while_no_boundary_is_near(tiny_model: Path) -> None:
-    """Drawn on the device in float32, on the host in float64, from the same numbers."""
+    """Drawn on the device in float32, on the host in float64, from the same numbers. With filters the host goes through
+    candidates by their probability and the device by their ids, so that draws differ there."""
     model, _ = open_model(tiny_model)
     formats = {"weight_format": "float32", "kv_format": "float32"}
     config = EngineConfig(model=str(tiny_model), **formats, num_blocks=40, threads=1, device="cpu")

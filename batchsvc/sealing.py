@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 LEAST_CHARS = 32
+WRONG_KEY = "secret_key_wrong"
+"""Code of the error that none of this process's keys opens a secret."""
+
 _FORM = "1:"  # before every sealed text: how it was made
 _NONCE_BYTES = 12
 
@@ -70,7 +73,7 @@ class Seals:
                 continue
         raise UnavailableError(
             f"The secret of {purpose} can't be opened: BATCHSVC_SECRET_KEY isn't the key that sealed it.",
-            code="secret_key_wrong",
+            code=WRONG_KEY,
         )
 
 

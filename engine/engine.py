@@ -197,7 +197,11 @@ class Engine:
         if self._is_broken:
             return
         self._output = self._intake.take_held()
-        self._complete(self._land())  # an id may be given again at once, and is another's then
+        try:
+            self._complete(self._land())  # an id may be given again at once, and is another's then
+        except BaseException:
+            self._is_broken = True
+            raise
         self._take_in()
         for request_id in request_ids:
             self._abort(request_id)

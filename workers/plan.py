@@ -42,9 +42,6 @@ class Planner:
 
     def plan(self, batch_id: str) -> PlanProgress:
         """Plan the next window of a batch, or rebuild a damaged one, then send what follows from it."""
-        if rebuild_next_window(self._context, batch_id, self._owner):
-            self._start(batch_id)
-            return PlanProgress.DONE
         return self._apart(plan_queries.foreign_input(batch_id), partial(self._plan, batch_id))
 
     def quote(self, quote_id: str) -> PlanProgress:
@@ -52,7 +49,8 @@ class Planner:
         return self._apart(quote_queries.foreign_input(quote_id), partial(self._quote, quote_id))
 
     def _apart(self, project_of: Select[str], work: Callable[[], PlanProgress]) -> PlanProgress:
-        """Do this here, or on an importer's thread if its input isn't ours yet: then it is LOST here."""
+        """Do this here, or on an importer's thread if its input isn't ours yet: then it is LOST here. Those that wait
+        for such a thread are asked for at each tick of the reaper, and cost this one look."""
         with self._db.reading() as session:
             project_id = session.scalar(project_of)
         if project_id is None:
@@ -61,6 +59,9 @@ class Planner:
         return PlanProgress.LOST
 
     def _plan(self, batch_id: str) -> PlanProgress:
+        if rebuild_next_window(self._context, batch_id, self._owner):
+            self._start(batch_id)
+            return PlanProgress.DONE
         progress = plan_next_window(self._context, batch_id, self._owner)
         log.info("batch.planned", batch=batch_id, progress=progress.name)
         follow: dict[PlanProgress, Callable[[str], None]] = {

@@ -105,7 +105,7 @@ class UnitSource:
                 self._news.append((unit.id, expectation))
             self._of_request.update(dict.fromkeys(live.open, live))
             self._backlog.extend(rows)
-            self._room -= len(rows)
+            self._room -= sum(row.row.num_answers for row in rows)
         self._engine.wake()
 
     def has_room(self) -> bool:

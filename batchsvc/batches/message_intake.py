@@ -38,7 +38,7 @@ async def received(request: Request, context: Context, project_id: str) -> tuple
     file_id = ids.file_id()
     key = keys.input_file(project_id, file_id)
     sink = StoreSink(context.store, key, settings.max_input_bytes, _WHAT, _PARAM)
-    lines = _Lines(most_bytes, settings.max_inline_bytes)
+    lines = _Lines(most_bytes, min(settings.max_inline_bytes, settings.max_line_bytes))
     try:
         async for piece in request.stream():
             await sink.write(await run_in_threadpool(lines.take, piece))
@@ -82,12 +82,7 @@ class _Lines:
         except NotAnArrayError as error:
             raise _misshaped() from error
         except ElementTooLargeError as error:
-            where = f"{_PARAM}.{error.index}"
-            raise TooLargeError(
-                f"{where}: it is over {self._most_request_bytes} bytes, the most that one request may have.",
-                code="request_too_large",
-                param=where,
-            ) from error
+            raise self._too_large(error.index) from error
 
     def finish(self) -> None:
         try:
@@ -119,9 +114,20 @@ class _Lines:
                 code="duplicate_custom_id",
                 param=_PARAM,
             )
+        line = b"".join(inline_lines([{"custom_id": request.custom_id, "body": request.params}], MESSAGES))
+        if len(line) > self._most_request_bytes:  # the planner would find no custom_id in it
+            raise self._too_large(index)
         self._seen.add(request.custom_id)
         self.count += 1
-        return b"".join(inline_lines([{"custom_id": request.custom_id, "body": request.params}], MESSAGES))
+        return line
+
+    def _too_large(self, index: int) -> TooLargeError:
+        where = f"{_PARAM}.{index}"
+        return TooLargeError(
+            f"{where}: it is over {self._most_request_bytes} bytes, the most that one request may have.",
+            code="request_too_large",
+            param=where,
+        )
 
 
 def _placed(index: int, place: tuple[int | str, ...]) -> tuple[int | str, ...]:

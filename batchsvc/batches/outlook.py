@@ -88,10 +88,13 @@ class _Mixed:
     def slowest(self, ends: Interval | None, is_at_risk: bool, row: Batch, now: int) -> tuple[Interval | None, bool]:
         """An outlook by the rate of the whole, corrected by what its slowest model needs; a model that nobody serves
         ends nobody knows when."""
-        is_at_risk = is_at_risk or (row.latest_start_ms is not None and row.latest_start_ms < now)
+        needs = [1000 * tokens / self.rates[digest] for digest, tokens in self.left.items() if self.rates.get(digest)]
+        known = self.left.keys() <= set(self.served) and len(needs) == len(self.left)
+        is_late = now + max(needs, default=0.0) > row.expires_ms  # of what has no rate only a careful guess is known
+        is_late |= not known and row.latest_start_ms is not None and row.latest_start_ms < now
+        is_at_risk = is_at_risk or is_late
         if ends is None or not self.left.keys() <= set(self.served):
             return None, is_at_risk
-        needs = [1000 * tokens / self.rates[digest] for digest, tokens in self.left.items() if self.rates.get(digest)]
         slowest = min(now + max(needs, default=0.0), max(row.expires_ms, now))
         return Interval(ends.low_ms, max(ends.high_ms, slowest)), is_at_risk
 

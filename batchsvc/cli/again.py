@@ -36,8 +36,16 @@ def pause(batch_id: BatchArgument, server: ServerOptions) -> None:
 def resume(batch_id: BatchArgument, server: ServerOptions) -> None:
     """Let a paused batch run on."""
     batch = _changed(server, batch_id, "resume")
-    server.console.out(f"{batch_id} is {batch['status']} and not paused.")
+    server.console.out(resumed(batch))
     server.console.result(batch)
+
+
+def resumed(batch: dict[str, Any]) -> str:
+    """What became of a batch that was resumed: somebody else may have paused it, too."""
+    waits_for = str(batch.get("waiting_for") or "")
+    if waits_for.startswith("paused"):
+        return f"{batch['id']} is still {waits_for}; its project and the operator each have a pause of their own."
+    return f"{batch['id']} is {batch['status']} and not paused."
 
 
 @grouped

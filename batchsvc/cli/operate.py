@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from batchsvc.cli.admin import opened_admin
+from batchsvc.cli.again import resumed
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import AdminOptions, BatchArgument, ProjectArgument, grouped
 from batchsvc.money import format_dollars, parse_dollars
@@ -104,7 +105,7 @@ def resume(
     console = server.console
     with opened_admin(server) as admin:
         batch = admin.resume(batch_id)
-    console.out(f"{batch['id']} is {batch['status']} and not paused.")
+    console.out(resumed(batch))
     console.result(batch)
 
 

@@ -28,6 +28,7 @@ from batchsvc.errors import InvalidRequestError, NotFoundError, PermissionDenied
 from batchsvc.files import s3_uri, service, store_service
 from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.tables import File
+from batchsvc.sealing import WRONG_KEY
 from batchsvc.settings import Settings
 from batchsvc.store.foreign import RefusedError
 from batchsvc.store.pieces import StoredObject, put_pieces
@@ -178,6 +179,8 @@ def _pieces(db: Database, settings: Settings, origin: Origin, keep: Callable[[],
     except (PermissionDeniedError, EgressError, RefusedError) as error:
         raise ImportFailedError(error.code or "store_refused", error.message) from error
     except (ServiceError, OSError, KeyError, ValueError) as error:  # a server may answer anything
+        if isinstance(error, ServiceError) and error.code == WRONG_KEY:
+            raise  # that is ours, and no attempt
         raise _SilentError from error
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from batchsvc.files.tables import TenantStore
+
+_PLAIN = r"[\x21-\x7e]+"
 
 
 class RegisterStore(BaseModel):
@@ -18,8 +21,15 @@ class RegisterStore(BaseModel):
     uri: str = Field(max_length=1100)
     endpoint: str | None = Field(default=None, max_length=2048)
     region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,64}$")
-    access_key: str = Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
+    access_key: str = Field(min_length=1, max_length=256, pattern=f"^{_PLAIN}$")
     secret_key: SecretStr = Field(min_length=1, max_length=256)
+
+    @field_validator("secret_key")
+    @classmethod
+    def _is_plain(cls, secret: SecretStr) -> SecretStr:
+        if not re.fullmatch(_PLAIN, secret.get_secret_value()):
+            raise ValueError("it has characters that no key of S3 has")
+        return secret
 
 
 def store_object(row: TenantStore) -> dict[str, Any]:

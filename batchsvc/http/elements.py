@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 
 _OUTSIDE, _INSIDE = re.compile(rb'["{}\[\]]'), re.compile(rb'["\\]')
-_SPACE = b" \t\r\n"
+_SPACE, _SPACES = b" \t\r\n", re.compile(rb"[ \t\r\n]*")
 _MOST_HEAD_BYTES = 1024
 
 
@@ -87,10 +87,10 @@ class Elements:
         return True
 
     def _between(self) -> None:
+        spaces = _SPACES.match(self._buffer, self._at)
+        self._at = spaces.end() if spaces else self._at
         byte = bytes(self._buffer[self._at : self._at + 1])
-        self._at += 1
-        if byte in _SPACE:
-            return
+        self._at += len(byte)
         match self._place, byte:
             case _Place.FIRST | _Place.NEXT, b"{":
                 self._at -= 1
@@ -102,6 +102,8 @@ class Elements:
                 self._place = _Place.NEXT
             case _Place.TAIL, b"}":
                 self._place = _Place.END
+            case _, b"":
+                self._drop()  # of a body there may be gigabytes of spaces
             case _:
                 raise NotAnArrayError
 

@@ -190,7 +190,8 @@ class Supervisor:
         pause = 0.0 if not recent else min(_LONGEST_PAUSE_S, 0.5 * 2 ** len(recent))
         child.restart_at, child.state = now + pause, "restarting"
         said = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        self._say(f"{name} (pid {pid}) ended {said}; it starts again" + (f" in {pause:.0f} s" if pause else ""))
+        why = f" ({reason})" if code > 0 and (reason := reason_in(lines)) else ""
+        self._say(f"{name} (pid {pid}) ended {said}{why}; it starts again" + (f" in {pause:.0f} s" if pause else ""))
 
     # -- stop ----------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def _compressed_tensors(found: dict[str, Any], path: Path) -> Quantization:
     if formats and formats <= set(_SCALED):
         return _scaled(schemes, weights, path)
     is_packed = [str(scheme.get("format") or found.get("format")) == _PACKED for scheme in schemes]
-    packed = [scheme["weights"] for scheme, is_so in zip(schemes, is_packed, strict=True) if is_so]
+    packed = [scheme.get("weights") for scheme, is_so in zip(schemes, is_packed, strict=True) if is_so]
     bits = [weight.get("num_bits") for weight in packed if isinstance(weight, dict)]
     if not formats <= {_PACKED, *_SCALED} or not bits or any(other != bits[0] for other in bits):
         named = ", ".join(sorted(formats)) or "none"
@@ -161,7 +161,7 @@ def _block(value: object, path: Path) -> tuple[int, int] | None:
         return None
     sizes = value.split("x") if isinstance(value, str) else value
     if isinstance(sizes, list) and len(sizes) == 2:
-        known = [int(size) for size in sizes if str(size).isdecimal() and 0 < int(size) <= MOST]
+        known = [int(size) for size in sizes if len(str(size)) < 10 and str(size).isdecimal() and 0 < int(size) <= MOST]
         if len(known) == 2:
             return known[0], known[1]
     raise ModelError(f"{path} has scales of blocks of {str(value)[:40]!r}; two sizes are expected, as in [128, 128].")

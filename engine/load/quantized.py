@@ -186,6 +186,8 @@ class ScaledSource:
         if values.dim() != 2 or not values.numel():
             raise ModelError(f"{self.path}: {raw} are scales of a tensor that is no matrix, {list(values.shape)}.")
         scale = self._inner.tensor(raw, (*FLOATS, torch.float8_e8m0fnu)).float()
+        if not scale.numel():
+            raise ModelError(f"{self.path}: tensor {raw} has no scale in it, {list(scale.shape)}.")
         if not (scale.isfinite() & (scale != 0)).all():
             raise ModelError(f"{self.path}: tensor {raw} has a scale that is zero or not a number.")
         return values, *self._by_row(scale, values, raw)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
@@ -29,6 +30,7 @@ from engine.quant import fp8
 from engine.quant.fp8 import Fp8Weight
 from engine.quant.groups import GroupedWeight
 
+_MOST_FREQUENCIES = 4096  # of half a head
 _PLAIN_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -70,7 +72,13 @@ class GGUFSource:
         self.path = file.path
         self._file = file
         self._config = config
-        self._home = {from_gguf(name) or name: name for name in file.tensors if not is_derived(name)}
+        self._home: dict[str, str] = {}
+        for name in file.tensors:
+            if is_derived(name):
+                continue
+            known = self._home.setdefault(from_gguf(name) or name, name)
+            if known != name:
+                raise ModelError(f"{file.path} has two tensors for one: {known} and {name}.")
 
     @property
     def names(self) -> set[str]:
@@ -125,9 +133,21 @@ def open_model(path: Path) -> tuple[ModelConfig, Source]:
         quantization = read_quantization(read_json(path / "config.json"), path)
         return model, plain if quantization is None else quantized_source(plain, quantization, model)
     file = GGUFFile(path)
-    table = tuple(file.load("rope_freqs.weight").tolist()) if "rope_freqs.weight" in file.tensors else ()
-    config = config_from_gguf(file.fields, file.tensors, path, table)
+    config = config_from_gguf(file.fields, file.tensors, path, _rope_table(file))
     return config, GGUFSource(file, config)
+
+
+def _rope_table(file: GGUFFile) -> tuple[float, ...]:
+    """What the file divides rotary frequencies by, if anything."""
+    info = file.tensors.get("rope_freqs.weight")
+    if info is None:
+        return ()
+    if len(info.shape) != 1 or info.shape[0] > _MOST_FREQUENCIES:
+        raise ModelError(f"{file.path}: tensor rope_freqs.weight has the shape {list(info.shape)}, not one row.")
+    table = file.load("rope_freqs.weight")
+    if not (np.isfinite(table) & (table > 0)).all():
+        raise ModelError(f"{file.path}: tensor rope_freqs.weight has a number that isn't above zero and finite.")
+    return tuple(table.tolist())
 
 
 def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: torch.dtype) -> Weights:

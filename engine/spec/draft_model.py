@@ -17,6 +17,7 @@ from typing import Protocol
 
 from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
+from engine.errors import MemoryShortageError
 from engine.request import SamplingParams
 from engine.sched.plan import Chunk, StepPlan, StepResult
 from engine.spec.costs import StepCosts, seconds
@@ -90,6 +91,13 @@ class DraftProposer:
         )
 
     def propose(self, sequences: Sequence[RunningSequence], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        try:
+            return self._propose(sequences, lengths)
+        except MemoryShortageError:  # the answers can do without drafts
+            self.give_back()
+            return [()] * len(sequences)
+
+    def _propose(self, sequences: Sequence[RunningSequence], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         found: dict[str, list[int]] = {seq.id: [] for seq in sequences}
         wanted = {seq.id: length for seq, length in zip(sequences, lengths, strict=True)}
         asked = [seq for seq in sequences if wanted[seq.id] and self._has_blocks(seq, wanted[seq.id])]

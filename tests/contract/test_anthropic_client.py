@@ -268,6 +268,15 @@ def test_a_large_call_is_stored_as_it_comes(api: Api) -> None:
     assert orjson.loads(last)["body"]["messages"][0]["content"].startswith(f"{count - 1} word")
 
 
+def test_a_request_that_no_line_can_hold_is_told_by_its_number(api: Api) -> None:
+    """The planner would refuse its line without having read its custom_id."""
+    too_long = PARAMS | {"messages": [{"role": "user", "content": "x" * api.settings.max_line_bytes}]}
+    requests = [{"custom_id": "a", "params": PARAMS}, {"custom_id": "b", "params": too_long}]
+    answer = api.call("POST", "/v1/messages/batches", json={"requests": requests})
+    assert answer.status_code == 413, answer.text
+    assert "requests.1" in answer.json()["error"]["message"]
+
+
 def test_errors_have_anthropics_classes(api: Api, client: anthropic.Anthropic) -> None:
     made = create(client, "a")
     _, other = api.new_project()

@@ -283,6 +283,10 @@ def test_of_several_models_the_slowest_ends_the_batch(world: World) -> None:
     world.set_batch(batch_id, expires_ms=now_ms() + 10**9)
     after = shown(world, batch_id)["estimated_completion_at"]
     assert after["high"] > now_ms() / 1000 + 10_000 > before["high"]
+    world.set_batch(batch_id, latest_start_ms=now_ms() - 1)  # a careful moment: with rates known, only the end counts
+    assert shown(world, batch_id)["at_risk"] is False
+    world.set_batch(batch_id, expires_ms=now_ms() + 10_000)
+    assert shown(world, batch_id)["at_risk"] is True
 
 
 def test_batches_share_workers_as_far_as_they_share_models(world: World) -> None:

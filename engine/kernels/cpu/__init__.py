@@ -239,6 +239,8 @@ class CpuKernels(HostKernels):
         plan: CpuAttentionPlan,
         eps: float,
     ) -> bool:
+        if not self._has_tiles:
+            return False  # layers.cpp isn't there
         if self.takes_groups and len(x) > self._groups.few_rows:
             return False  # many rows go through bf16, matrix by matrix
         stack = self._stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -72,3 +73,17 @@ def test_one_that_is_too_large_is_named_before_it_is_whole() -> None:
     with pytest.raises(ElementTooLargeError) as refused:
         go_on()
     assert refused.value.index == 1
+
+
+def test_spaces_between_elements_are_not_kept() -> None:
+    reader = Elements("requests", most_bytes=40)
+    pieces = [b'{"requests":[', *[b" " * 100_000] * 5, b'{"a":1}', *[b"\n" * 100_000] * 5, b"]", b" " * 100_000, b"}"]
+    tracemalloc.start()
+    try:
+        found = [json.loads(one) for piece in pieces for one in reader.feed(piece)]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    reader.finish()
+    assert found == [{"a": 1}]
+    assert most < 350_000, "one piece at a time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -58,7 +59,7 @@ def to_gguf(
     source: Path,
     target: Path,
     *,
-    rope_table: list[float] | None = None,
+    rope_table: list[Any] | None = None,
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """As llama.cpp's converter does it: other names, a Llama's rows of q and k in rotary pairs, Gemma's norms whole."""
@@ -130,6 +131,13 @@ def test_a_table_of_rope_factors_in_gguf_is_used(tmp_path: Path) -> None:
     prompt = [list(range(3, 60))]
     one, other = (Stepper(make_runner(path), prompt).logits([57])[0] for path in (scaled, file))
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("table", [[4.0] * 7 + [0.0], [float("nan")] * 8, [[4.0]] * 8], ids=str)
+def test_a_table_that_can_not_divide_is_refused(tmp_path: Path, table: list[Any]) -> None:
+    file = to_gguf(make_tiny_model(tmp_path / "hf"), tmp_path / "model.gguf", rope_table=table)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
+        make_runner(file)
 
 
 def test_a_table_of_the_wrong_length_is_refused(tmp_path: Path) -> None:

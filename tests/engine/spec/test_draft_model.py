@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.cache.blocks import BlockPool
 from engine.cache.loans import Loans
+from engine.errors import MemoryShortageError
 from engine.sched.plan import Chunk, StepPlan, StepResult
 from engine.spec.draft_model import MOST_READ, DraftProposer
 from engine.spec.speculation import Speculation
@@ -135,3 +136,22 @@ def test_a_draft_that_cannot_sample_proposes_nothing_there(right: bool) -> None:
     harness.add(request("r", [3, 4], 20, ignore_eos=True))
     harness.run()
     harness.assert_answers()
+
+
+def test_a_draft_that_finds_no_memory_costs_no_answer() -> None:
+    class Narrow(Draft):
+        def execute(self, plan: StepPlan) -> StepResult:
+            if plan.step == 3:
+                self.refused += 1
+                raise MemoryShortageError("No room.")
+            return super().execute(plan)
+
+        refused = 0
+
+    draft = Narrow(4, 64, sample=guess)
+    harness = Harness(speculation=Speculation(DraftProposer(draft, 4), is_gated=False), block_tokens=4, num_blocks=64)
+    draft.memory = harness.runner.memory
+    harness.add(request("r", [3] * 21, 40, ignore_eos=True))
+    harness.run()
+    harness.assert_answers()
+    assert draft.refused and harness.scheduler.num_used_blocks == 0

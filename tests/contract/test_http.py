@@ -14,8 +14,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from sqlalchemy import func, select
 
 from batchsvc.app import create_app
+from batchsvc.batches.tables import Batch
 from batchsvc.settings import Settings
 from tests.contract.conftest import MODEL, Api, on_sqlite
 from tests.dispatchers import NullDispatcher
@@ -195,8 +197,11 @@ def test_metrics(api: Api) -> None:
     api.call("POST", "/v1/batches", json=body)
     text = api.call("GET", "/metrics", None).text  # no key from this machine
     counts = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
-    assert counts['batchsvc_batches{status="validating"}'] >= 1
-    assert counts['batchsvc_batches{status="expired"}'] == 0
+    with api.db.reading() as session:
+        rows = dict(session.execute(select(Batch.status, func.count()).group_by(Batch.status)).tuples().all())
+    assert counts['batchsvc_batches{status="validating"}'] == rows["validating"] >= 1
+    for status in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled"):
+        assert counts[f'batchsvc_batches{{status="{status}"}}'] == rows.get(status, 0)
 
 
 def test_metrics_need_a_key_from_elsewhere(api: Api) -> None:

@@ -205,6 +205,8 @@ def test_headers_that_drip_have_an_end(tenant: Tenant, monkeypatch: pytest.Monke
 class _Closing(BaseHTTPRequestHandler):
     """Ends the connection after each answer."""
 
+    protocol_version = "HTTP/1.1"  # an older one doesn't tell clients to go on, and they wait a second for it
+
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(200)

@@ -49,6 +49,14 @@ def refusal(model: Path, weight_format: str) -> str:
     return ""
 
 
+def undamaged(file: Path) -> bytes:
+    """The file as it was when it was first asked for."""
+    kept = file.with_suffix(".kept")
+    if not kept.exists():
+        kept.write_bytes(file.read_bytes())
+    return kept.read_bytes()
+
+
 changes = st.lists(
     st.tuples(st.floats(0, 1, exclude_max=True), st.booleans(), st.integers(0, 255)), min_size=0, max_size=6
 )
@@ -62,10 +70,7 @@ def test_a_damaged_model_loads_or_costs_one_sentence(
 ) -> None:
     model = sound / name
     file = model if model.is_file() else model / "model.safetensors"
-    kept = file.with_suffix(".kept")
-    if not kept.exists():
-        kept.write_bytes(file.read_bytes())
-    data = bytearray(kept.read_bytes())
+    data = bytearray(undamaged(file))
     for where, is_early, value in changes:
         data[int(where * len(data) * (0.1 if is_early else 1))] = value
     file.write_bytes(data if cut is None else data[: int(cut * len(data))])
@@ -79,7 +84,7 @@ def test_a_damaged_model_loads_or_costs_one_sentence(
 def test_a_damaged_header_asks_for_no_memory(changes: list[tuple[float, bool, int]], sound: Path) -> None:
     """numpy tells tracemalloc of its arrays: a file of a few hundred KiB never makes some of a few MiB."""
     file = sound / "header.gguf"
-    data = bytearray((sound / "model.gguf").read_bytes())
+    data = bytearray(undamaged(sound / "model.gguf"))
     for where, _, value in changes:
         data[int(where * 4096)] = value
     file.write_bytes(data)

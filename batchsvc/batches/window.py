@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from batchsvc.batches import endpoints
 from batchsvc.batches.body import parse_chat
@@ -235,7 +234,7 @@ class _Collector:
                 custom_id=record.custom_id or "",
                 model_id=model_id,
                 prompt=np.array(prompt_ids, dtype=">u4").tobytes(),
-                params=self._params.setdefault(orjson.dumps(params), params),
+                params=self._params.setdefault(compact_json(params), params),
                 fold_key=fold_key(params),
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -21,6 +21,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ERROR = "error"
     ABORT = "abort"
+
+
+class Lane(IntEnum):
+    """Priority class of a request; the lower one runs first. Somebody waits for an interactive answer, so it goes
+    before all batch work, which fills what is left of a step and gives way where room is short."""
+
+    INTERACTIVE = 0
+    BATCH = 1
 
 
 class Pooling(StrEnum):
@@ -94,9 +102,9 @@ class SamplingParams:
 class Request:
     """One prompt to complete.
 
-    `prompt_ids` are token ids; `salt` separates prefix caches (one a project); `lane` is the priority class
-    (0 is batch work, lower runs first); `adapter` is the digest of a LoRA adapter or "" and is part of the
-    block key; `choice` numbers the answers to one prompt and is part of the randomness key.
+    `prompt_ids` are token ids; `salt` separates prefix caches (one a project); `lane` is one of Lane, or a later one;
+    `adapter` is the digest of a LoRA adapter or "" and is part of the block key; `choice` numbers the answers to one
+    prompt and is part of the randomness key.
 
     `resume_ids` are output tokens that an earlier run of the same request generated: they are computed with the prompt,
     count as output, and what follows is what the earlier run would have said. `resume_logprobs` are theirs, where
@@ -115,7 +123,7 @@ class Request:
     prompt_ids: Sequence[int]
     params: SamplingParams
     salt: str = ""
-    lane: int = 0
+    lane: int = Lane.BATCH
     adapter: str = ""
     choice: int = 0
     resume_ids: Sequence[int] = ()

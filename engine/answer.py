@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.request import FinishReason, Request, SpelledLogprob, TokenLogprobs
+from engine.request import FinishReason, NewText, Request, SpelledLogprob, TokenLogprobs
 from engine.sample.stop import StopMatcher
 from engine.text import Detokenizer, TextModel
 
@@ -31,6 +31,7 @@ class Answer:
         self._matcher = matcher
         self._tokenizer = text.tokenizer if text is not None else None
         self._logprobs: list[tuple[int, TokenLogprobs]] | None = None if params.logprobs is None else []
+        self._num_taken = self._taken_chars = self._num_taken_logprobs = 0  # pieces, characters, logprobs
         self._has_end_token = False
         self._stop_token: int | None = None
 
@@ -61,6 +62,21 @@ class Answer:
         is_complete = complete_at is not None and self._num_tokens >= complete_at
         return FinishReason.STOP if self._stops.is_stopped or is_complete else None
 
+    def take(self, choice: int = 0) -> NewText | None:
+        """What became certain since the last call; None: nothing. All that is taken is the beginning of `text()` and of
+        `logprobs()`: a token's logprobs come with its first character, because a stop string may yet take that away."""
+        text = "".join(self._pieces[self._num_taken :])
+        self._num_taken = len(self._pieces)
+        if not text:
+            return None
+        self._taken_chars += len(text)
+        first = self._num_taken_logprobs
+        for start, _ in (self._logprobs or ())[first:]:
+            if start >= self._taken_chars:
+                break
+            self._num_taken_logprobs += 1
+        return NewText(text, choice, tuple(self._spelled_range(first, self._num_taken_logprobs)))
+
     def text(self) -> str:
         """The whole text; nothing may be pushed afterwards."""
         if self._detokenizer is not None:
@@ -74,12 +90,18 @@ class Answer:
             return None
         found = self._logprobs[: -1 if self._has_end_token else None]
         most_chars = len(text) if self._stops.is_stopped else self._num_chars + 1
-        spelled = [self._spelled(one) for start, one in found if start < most_chars]
+        return tuple(self._spelled_range(0, sum(start < most_chars for start, _ in found)))
+
+    def _spelled_range(self, start: int, end: int) -> list[SpelledLogprob]:
+        found = self._logprobs or []
+        spelled = [self._spelled(one) for _, one in found[start:end]]
         if self._tokenizer is not None and self._tokenizer.strips_leading_space:
-            first = next((i for i, (_, one) in enumerate(found) if self._tokenizer.token_bytes(one.token_id)), None)
-            if first is not None and first < len(spelled):
-                spelled[first] = spelled[first]._replace(piece=spelled[first].piece.removeprefix(b" "))
-        return tuple(spelled)
+            token_bytes = self._tokenizer.token_bytes
+            first = next((i for i, (_, one) in enumerate(found) if token_bytes(one.token_id)), None)
+            if first is not None and start <= first < end:
+                at = first - start
+                spelled[at] = spelled[at]._replace(piece=spelled[at].piece.removeprefix(b" "))
+        return spelled
 
     def _spelled(self, found: TokenLogprobs) -> SpelledLogprob:
         def spelled(token_id: int) -> bytes:

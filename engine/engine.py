@@ -346,7 +346,10 @@ class Engine:
         if logprobs is not None:
             answer.note(logprobs)
         self._output.add(request_id, token_id, choice, logprobs)
-        return answer.push(token_id)
+        reason = answer.push(token_id)
+        if seq.request.streams and reason is None and (news := answer.take(choice or 0)) is not None:
+            self._output.texts.setdefault(request_id, []).append(news)
+        return reason
 
     def _complete(self, ended: list[RunningSequence]) -> None:
         for seq in ended:

@@ -7,9 +7,10 @@ the next ones of the list of words are less.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -25,11 +26,13 @@ _LOGPROB = -0.5  # of every token
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """One answer. `logprobs` are those of all tokens, where they are asked for; those of the choice, of its text."""
+    """One answer. `logprobs` are those of all tokens, where they are asked for; those of the choice, of its text.
+    `ends` are the lengths of the text that is certain with each token."""
 
     token_ids: tuple[int, ...]
     choice: Choice
     logprobs: tuple[TokenLogprobs, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class FakeAnswers:
@@ -65,12 +68,13 @@ class FakeAnswers:
             num_shown = sum(start < size for start in accumulate(map(len, pieces[:-1]), initial=0))
             pieces, token_ids = pieces[: max(num_shown, 1)], token_ids[: max(num_shown, 1)]
         ids = tuple(token_id % self._vocab_size for token_id in token_ids)
+        ends = tuple(min(end, len(text)) for end in _ends(pieces))
         if params.logprobs is None:
-            return FakeAnswer(ids, Choice(text, reason, None, stop))
+            return FakeAnswer(ids, Choice(text, reason, None, stop), ends=ends)
         tops = [_top(piece, token_id, params.logprobs) for piece, token_id in zip(pieces, ids, strict=True)]
         spelled = tuple(SpelledLogprob(piece, _LOGPROB, top.spelled) for piece, top in zip(pieces, tops, strict=True))
         logprobs = tuple(TokenLogprobs(token_id, _LOGPROB, top.ids) for token_id, top in zip(ids, tops, strict=True))
-        return FakeAnswer(ids, Choice(text, reason, spelled[:num_shown], stop), logprobs)
+        return FakeAnswer(ids, Choice(text, reason, spelled[:num_shown], stop), logprobs, ends)
 
 
 def vectors_of(request: Request, size: int) -> tuple[bytes, ...]:
@@ -93,6 +97,12 @@ def _words(request: Request, draw: bytes, most: int) -> tuple[list[bytes], list[
     picks = [draw[1 + i % (len(draw) - 1)] + i // (len(draw) - 1) for i in range(length)]
     pieces = [f"{' ' if i else ''}{WORDS[pick % len(WORDS)]}".encode() for i, pick in enumerate(picks)]
     return pieces, picks, length < most
+
+
+def _ends(pieces: Sequence[bytes]) -> Iterator[int]:
+    """How many whole characters there are after each piece."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return accumulate(len(decoder.decode(piece)) for piece in pieces)
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.fake_answers import FakeAnswer
-from engine.request import Begun, Choice, Completion, FinishReason, Request, StepOutput, Usage
+from engine.request import Begun, Choice, Completion, FinishReason, NewText, Request, StepOutput, Usage
 
 
 @dataclass(slots=True)
@@ -49,7 +49,14 @@ class Job:
         if not self.num_done and not self.num_resumed:
             brought.hit_tokens[request_id] = 0
         self.num_done += count
+        if self.request.streams and self.num_left:  # the rest comes with the completion
+            brought.texts[request_id] = [self._text_of(number, at) for number, at in new]
         return brought
+
+    def _text_of(self, number: int, at: int) -> NewText:
+        answer = self.answers[number]
+        choice, start = answer.choice, answer.ends[at - 1] if at else 0
+        return NewText(choice.text[start : answer.ends[at]], number, (choice.logprobs or ())[at : at + 1])
 
     def completion(self, reason: FinishReason) -> Completion:
         """Its end."""

@@ -115,6 +115,8 @@ class Request:
     `fork_of` is the id of a request added before this one, with the same prompt: this one begins with that one's blocks
     as soon as they hold the prompt. It changes no result.
 
+    With `streams`, a step also says what text became certain in it (`StepOutput.texts`).
+
     With `pooling` the result is a vector and nothing is sampled (engine/pooling.py); `segments` are then the lengths of
     the prompts that stand one after the other in `prompt_ids`, () for one.
     """
@@ -134,6 +136,7 @@ class Request:
     segments: tuple[int, ...] = ()
     fork_of: str = ""
     n: int = 1
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,17 +226,27 @@ class NewToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class NewText(NamedTuple):
+    """Text that certainly belongs to the answer number `choice` of a streamed request, and the logprobs of the tokens
+    that begin in it, where they are asked for. What comes with the request's end is in its completion alone."""
+
+    text: str
+    choice: int = 0
+    logprobs: tuple[SpelledLogprob, ...] = ()
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What one step brought: new tokens by request id (in order), and the requests that ended. `hit_tokens` comes with
     the first token of a request: what its usage will show. `choices` says to which of several answers each new token
-    belongs, `logprobs` are those of each, where they are asked for."""
+    belongs, `logprobs` are those of each, where they are asked for. `texts` are of streamed requests."""
 
     new_tokens: dict[str, list[int]] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
     hit_tokens: dict[str, int] = field(default_factory=dict)
     choices: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    texts: dict[str, list[NewText]] = field(default_factory=dict)
 
     def add(self, request_id: str, token_id: int, choice: int | None, logprobs: TokenLogprobs | None) -> None:
         """A new token. `choice` None: the request has one answer."""
@@ -250,6 +263,8 @@ class StepOutput:
                 mine.setdefault(request_id, []).extend(values)
         for request_id, logprobs in other.logprobs.items():
             self.logprobs.setdefault(request_id, []).extend(logprobs)
+        for request_id, texts in other.texts.items():
+            self.texts.setdefault(request_id, []).extend(texts)
         self.completions += other.completions
         self.hit_tokens |= other.hit_tokens
 
@@ -269,6 +284,7 @@ class StepOutput:
             hit_tokens=_without(self.hit_tokens, gone),
             choices=_without(self.choices, gone),
             logprobs=_without(self.logprobs, gone),
+            texts=_without(self.texts, gone),
         )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchsvc.batches import budget_queries, part_file
+from batchsvc.batches import answers, budget_queries, part_file
+from batchsvc.batches.choices import REASONS, choices_of, warnings_of
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.sampling_body import sampling_params
@@ -19,8 +20,6 @@ from batchsvc.batches.unit_file import UnitFile, UnitRow, line_seed
 from batchsvc.batches.unit_queries import ClaimedUnit
 from batchsvc.money import Rates, format_dollars, line_cost_nanos
 from engine.request import Begun, Completion, Expectation, FinishReason, Pooling, Request, SamplingParams
-from workers import answers
-from workers.choices import REASONS, choices_of, warnings_of
 from workers.generated import Generated, joined
 
 # codes of requests that no engine could run

@@ -16,18 +16,12 @@ import numpy as np
 import orjson
 import zstandard
 
-from batchsvc.json_bytes import compact_json
+from batchsvc.json_bytes import one_line_json
 
 _ROW = b',"row":'
 _HEAD = re.compile(
     rb'\{"line":(\d+),"ok":(true|false),[^{]*,"row":'
 )  # no number holds a brace, the row begins with one
-# line ends for clients that split on more than \n; inside JSON they can only stand in strings
-_ESCAPES = (
-    (b"\xe2\x80\xa8", b"\\u2028"),
-    (b"\xe2\x80\xa9", b"\\u2029"),
-    (b"\xc2\x85", b"\\u0085"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,26 +143,52 @@ def success_row(
     `choices` are the answers where they aren't just one text."""
     answer = {"role": "assistant", "content": text, "refusal": None}
     ident = line_ident(batch_id, line_no)
+    body = chat_body(
+        ident=ident,
+        model=model,
+        created_s=created_s,
+        choices=choices or [{"index": 0, "message": answer, "logprobs": None, "finish_reason": finish_reason}],
+        system_fingerprint=system_fingerprint,
+        service_tier=service_tier,
+        usage=chat_usage(prompt_tokens, cached_tokens, completion_tokens, cost_nanos),
+    )
+    response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
+    return _row(ident, custom_id, response, None, line_no, warnings)
+
+
+def chat_body(
+    *,
+    ident: str,
+    model: str,
+    created_s: int,
+    choices: list[dict[str, Any]],
+    system_fingerprint: str | None,
+    service_tier: str | None,
+    usage: dict[str, Any],
+) -> dict[str, Any]:
+    """The body of a chat completion."""
     body = {
         "id": f"chatcmpl-{ident}",
         "object": "chat.completion",
         "created": created_s,
         "model": model,
-        "choices": choices or [{"index": 0, "message": answer, "logprobs": None, "finish_reason": finish_reason}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-            "cost_nanos": cost_nanos,
-        },
+        "choices": choices,
+        "usage": usage,
         "system_fingerprint": system_fingerprint,
     }
-    if service_tier is not None:
-        body["service_tier"] = service_tier
-    response = {"status_code": 200, "request_id": f"req_{ident}", "body": body}
-    return _row(ident, custom_id, response, None, line_no, warnings)
+    return body if service_tier is None else body | {"service_tier": service_tier}
+
+
+def chat_usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int, cost_nanos: int) -> dict[str, Any]:
+    """The usage of a chat or text completion."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "cost_nanos": cost_nanos,
+    }
 
 
 def answer_row(
@@ -229,8 +249,4 @@ def _row(
 ) -> bytes:
     whole: dict[str, Any] = {"id": f"batch_req_{ident}", "custom_id": custom_id, "response": response}
     whole |= {"error": error, "line": line_no} | ({"warnings": warnings} if warnings else {})
-    row = compact_json(whole, orjson.OPT_SERIALIZE_NUMPY)
-    if not row.isascii():
-        for raw, escaped in _ESCAPES:
-            row = row.replace(raw, escaped)
-    return row
+    return one_line_json(whole, orjson.OPT_SERIALIZE_NUMPY)

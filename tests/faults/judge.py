@@ -19,6 +19,7 @@ import orjson
 from sqlalchemy import func, select
 
 from batchsvc.batches.body import fit, parse_chat
+from batchsvc.batches.choices import choices_of
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.rendering import render_chat
 from batchsvc.batches.sampling_body import sampling_params
@@ -32,7 +33,6 @@ from engine.text import TextModel, load_text
 from tests.dispatchers import NullDispatcher
 from tests.faults import witness
 from tests.faults.cluster import Cluster, Job, sha256
-from workers.choices import choices_of
 from workers.reaper import Reaper
 
 _BROUGHT = {Status.CANCELLED: "batch_cancelled", Status.EXPIRED: "batch_expired"}

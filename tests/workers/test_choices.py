@@ -13,6 +13,7 @@ from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
 
 from batchsvc.batches import resume_file, unit_file
+from batchsvc.batches.choices import text_choices_of, text_logprobs_of
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.sampling_body import parse_sampling
 from batchsvc.batches.unit_file import UnitRow
@@ -23,7 +24,6 @@ from engine.request import Begun, Completion, FinishReason, SpelledLogprob, Usag
 from tests.workers.conftest import RATES
 from tests.workers.test_translate import claimed
 from workers.allowance import most_of
-from workers.choices import text_choices_of, text_logprobs_of
 from workers.generated import Growing
 from workers.translate import OpenRow, open_rows, to_lines, to_request, to_unfinished
 

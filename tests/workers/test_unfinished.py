@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from batchsvc.batches import resume_file, unit_file, unit_queries
+from batchsvc.batches.choices import choices_of
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.unit_queries import ClaimedUnit
@@ -24,7 +25,6 @@ from engine.request import Begun, TokenLogprobs
 from tests.tiny import make_tiny_model
 from tests.workers.conftest import DIGEST, World
 from tests.workers.test_engine_run import completed, finalized, until, worker
-from workers.choices import choices_of
 from workers.step import EngineRun
 from workers.translate import open_rows, to_request
 

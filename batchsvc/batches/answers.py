@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from batchsvc.batches.choices import text_choices_of
 from batchsvc.batches.endpoints import COMPLETIONS, EMBEDDINGS, RESPONSES
+from batchsvc.batches.part_file import chat_usage
 from engine.request import Choice
-from workers.choices import text_choices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,7 @@ def _completion(answered: Answered) -> dict[str, Any]:
         "created": answered.created_s,
         "model": answered.model,
         "choices": text_choices_of(answered.choices),
-        "usage": {
-            "prompt_tokens": answered.input_tokens,
-            "completion_tokens": answered.output_tokens,
-            "total_tokens": answered.input_tokens + answered.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": answered.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-            "cost_nanos": answered.cost_nanos,
-        },
+        "usage": chat_usage(answered.input_tokens, answered.cached_tokens, answered.output_tokens, answered.cost_nanos),
         "system_fingerprint": answered.system_fingerprint,
     }
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from batchsvc.batches.tool_calls import message_of
 from engine.request import Choice, Completion, FinishReason, SpelledLogprob
-from workers.tool_calls import message_of
 
 _NEVER = -9999.0
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

@@ -23,6 +23,18 @@ _STRAY_PARTS = (
     " ('part', 'void')) AND NOT EXISTS (SELECT 1 FROM parts p WHERE p.id = t.part_id AND p.batch_id = t.batch_id"
     " AND t.key IN ('part:' || p.id, 'void:' || p.id)) LIMIT 1000"
 )
+_UNLIKE_CALLS = (
+    "SELECT t.part_id AS call, u.cost_nanos AS used, e.amount_nanos AS charged FROM ledger_transactions t"
+    " JOIN ledger_entries e ON e.transaction_id = t.id AND e.account = 'revenue'"
+    " LEFT JOIN usage u ON u.part_id = t.part_id AND u.project_id = t.project_id AND u.batch_id = ''"
+    " WHERE t.kind = 'call' AND (u.cost_nanos IS NULL OR u.cost_nanos <> e.amount_nanos)"
+    " UNION ALL SELECT u.part_id, u.cost_nanos, NULL FROM usage u WHERE u.batch_id = '' AND NOT EXISTS"
+    " (SELECT 1 FROM ledger_transactions t WHERE t.key = 'call:' || u.part_id) LIMIT 1000"
+)
+_CALL_SUMS = ", ".join(
+    f"COALESCE(SUM({name}), 0) AS {name}"
+    for name in ("requests", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos")
+)
 _HOLDING = ("reserve", "extend", "part", "void", "release")
 
 
@@ -62,14 +74,27 @@ def compare_books(reader: Reader, report: Report) -> None:
         report.compare("ledger", "sum of all accounts", total, 0)
         for table, name in (("usage", "part_id"), ("usage_hours", "hour_ms"), ("ledger_transactions", "key")):
             strays = now.rows(
-                f"SELECT x.{name} AS name, x.batch_id FROM {table} x WHERE x.batch_id IS NOT NULL"  # noqa: S608  ours
+                f"SELECT x.{name} AS name, x.batch_id FROM {table} x WHERE x.batch_id <> ''"  # noqa: S608  ours
                 " AND NOT EXISTS (SELECT 1 FROM batches b WHERE b.id = x.batch_id) LIMIT 1000"
             )
             for row in strays:
                 report.compare(f"{table} {row['name']}", "batch", row["batch_id"], None)
+        _compare_calls(now, report)
     for project_id in _projects(reader):
         with reader.snapshot() as now:
             _compare_balance(now, report, project_id)
+
+
+def _compare_calls(now: Snapshot, report: Report) -> None:
+    """The postings of interactive calls against their usage, one by one, and that against its hours."""
+    for row in now.rows(_UNLIKE_CALLS):
+        report.compare(f"call {row['call']}", "cost_nanos", row["used"], row["charged"])
+    used, kept = (
+        now.one(f"SELECT {_CALL_SUMS} FROM {table} WHERE batch_id = ''") or {}  # noqa: S608  names of ours
+        for table in ("usage", "usage_hours")
+    )
+    for name, added in used.items():
+        report.compare("usage_hours of calls", name, int(kept.get(name, 0)), int(added))
 
 
 def _compare_balanced(now: Snapshot, report: Report, place: str, where: str, **values: Any) -> None:
@@ -115,7 +140,7 @@ def _compare_balance(now: Snapshot, report: Report, project_id: str) -> None:
         return
     charged = now.number(
         f"SELECT COALESCE(SUM(e.amount_nanos), 0) {entries} AND e.account = 'revenue'"
-        " AND t.kind IN ('part', 'void') AND t.created_ms >= :start AND t.created_ms < :end",
+        " AND t.kind IN ('part', 'void', 'call') AND t.created_ms >= :start AND t.created_ms < :end",
         project=project_id,
         start=_month_ms(month),
         end=_month_ms(month + 1),

@@ -6,6 +6,8 @@ Double entry, append-only. What a batch costs goes in two phases:
     part     reserved:<project>  -> revenue              what the delivered lines of a part cost
     void     revenue             -> reserved:<project>   the same back, when the part was found damaged
     release  reserved:<project>  -> available:<project>  what is left, when the batch ends
+An interactive call goes in one, when its answer is there:
+    call     available:<project> -> revenue              what it cost
 What an operator posts:
     topup    cash                -> available:<project>  money that a prepaid project may spend
     payment  cash                -> receivable:<project> money for what was invoiced
@@ -100,6 +102,20 @@ def part(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posti
         target=REVENUE,
         amount_nanos=cost_nanos,
         part_id=part_id,
+    )
+
+
+def call(project_id: str, call_id: str, cost_nanos: int) -> Posting:
+    """What an interactive call cost. `part_id` names it, as its usage row does."""
+    _refuse_negative("cost", call_id, cost_nanos)
+    return Posting(
+        kind="call",
+        key=f"call:{call_id}",
+        project_id=project_id,
+        source=available(project_id),
+        target=REVENUE,
+        amount_nanos=cost_nanos,
+        part_id=call_id,
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, Text, column, func, select, table, text
+from sqlalchemy import ColumnElement, Table, Text, column, delete, func, select, table, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.billing.ledger import REVENUE, Posting, reserved
 from batchsvc.billing.limits import Funds
-from batchsvc.billing.tables import Balance, LedgerEntry, LedgerTransaction, Price, UsageRow
+from batchsvc.billing.tables import Balance, CallHold, LedgerEntry, LedgerTransaction, Price, UsageRow
 
 _BATCHES = table("batches", column("id", Text), column("project_id", Text))  # of a feature that is built on this one
+
+NO_BATCH = ""
+"""What stands in the usage of an interactive call where that of a part has its batch."""
 
 
 def has_batch(session: Session, project_id: str, batch_id: str) -> bool:
@@ -143,7 +146,7 @@ def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> in
     total = session.scalar(
         select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0))
         .join(LedgerTransaction, LedgerTransaction.id == LedgerEntry.transaction_id)
-        .where(*which, LedgerTransaction.kind.in_(("part", "void", "refund")))
+        .where(*which, LedgerTransaction.kind.in_(("part", "void", "call", "refund")))
     )
     return int(total or 0)
 
@@ -164,8 +167,30 @@ def held_nanos(session: Session, project_id: str, batch_id: str) -> int:
     return int(total or 0)
 
 
+def held_by_calls(session: Session, project_id: str, now_ms: int) -> int:
+    """What a project's calls that run may yet cost. Served by ix_call_holds_project."""
+    mine = (CallHold.project_id == project_id, CallHold.expires_ms > now_ms)
+    return int(session.scalar(select(func.coalesce(func.sum(CallHold.amount_nanos), 0)).where(*mine)) or 0)
+
+
+def insert_hold(session: Session, call_id: str, project_id: str, amount_nanos: int, expires_ms: int) -> None:
+    """Holds something for a call, once."""
+    row = {"id": call_id, "project_id": project_id, "amount_nanos": amount_nanos, "expires_ms": expires_ms}
+    _insert_once(session, CallHold, row, ("id",))
+
+
+def drop_hold(session: Session, call_id: str) -> None:
+    """Forget what was held for a call."""
+    session.execute(delete(CallHold).where(CallHold.id == call_id))
+
+
+def drop_expired_holds(session: Session, project_id: str, now_ms: int) -> None:
+    """Forget what was held for a project's calls whose process died. Served by ix_call_holds_project."""
+    session.execute(delete(CallHold).where(CallHold.project_id == project_id, CallHold.expires_ms <= now_ms))
+
+
 def insert_usage(session: Session, row: dict[str, Any]) -> None:
-    """Stores the usage of a part, once."""
+    """Stores the usage of a part or a call, once."""
     _insert_once(session, UsageRow, row, ("part_id",))
 
 

@@ -149,7 +149,9 @@ def room_nanos(session: Session, project_id: str) -> int | None:
     found = limits_of(session, project_id)
     if found.is_none:
         return None
-    return limits.room_nanos(found, queries.locked_funds(session, project_id), database_now_ms(session))
+    funds, now_ms = queries.locked_funds(session, project_id), database_now_ms(session)
+    room = limits.room_nanos(found, funds, now_ms)
+    return None if room is None else max(0, room - queries.held_by_calls(session, project_id, now_ms))
 
 
 def month_spending(session: Session, project_ids: Iterable[str]) -> Iterator[MonthSpending]:

@@ -26,7 +26,8 @@ class Price(Base):
 
 
 class UsageRow(Base):
-    """The usage of one part, or (`void:<part>`, all negative) what takes it back: the usage and costs APIs add up."""
+    """The usage of one part, or (`void:<part>`, all negative) what takes it back, or of one interactive call, which has
+    no batch (""): the usage and costs APIs add up."""
 
     __tablename__ = "usage"
     __table_args__ = (
@@ -55,9 +56,10 @@ class UsageRow(Base):
 
 
 class UsageHour(Base):
-    """The usage rows of one batch and model in one hour (UTC), added up, so that a month needn't read every part.
+    """The usage rows of one hour (UTC) that are alike in all but their tokens, added up, so that a month needn't read
+    every part or call.
 
-    A trigger of the database (revision 0003) adds every usage row to its hour in the same statement, whoever inserts
+    A trigger of the database (revision 0011) adds every usage row to its hour in the same statement, whoever inserts
     it; nothing else writes here.
     """
 
@@ -67,11 +69,11 @@ class UsageHour(Base):
     batch_id: Mapped[Id]
     hour_ms: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
-    project_id: Mapped[str] = mapped_column(String(64))
-    api_key_id: Mapped[str] = mapped_column(String(64))
-    tier: Mapped[str] = mapped_column(String(32))
-    endpoint: Mapped[str] = mapped_column(String(64))
-    price_version: Mapped[int] = mapped_column(Integer)
+    project_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    api_key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tier: Mapped[str] = mapped_column(String(32), primary_key=True)
+    endpoint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    price_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     requests: Mapped[Count]
     input_tokens: Mapped[Count]
     cached_tokens: Mapped[Count]
@@ -121,7 +123,7 @@ class Balance(Base):
     """What the ledger says of a project at this moment, so that a limit needn't add it up; who decides by it locks it.
 
     `month_nanos` is what was charged in `month` (UTC, as year * 12 + month - 1), that of the newest posting. A trigger
-    of the database (revision 0003) adds every entry in the same statement, whoever inserts it; nobody else writes here.
+    of the database (revision 0011) adds every entry in the same statement, whoever inserts it; nobody else writes here.
     """
 
     __tablename__ = "balances"
@@ -131,3 +133,15 @@ class Balance(Base):
     reserved_nanos: Mapped[Nanos]
     month: Mapped[int] = mapped_column(Integer, default=0)
     month_nanos: Mapped[Nanos]
+
+
+class CallHold(Base):
+    """What an interactive call that runs may yet cost: it counts against its project's limits until `expires_ms`."""
+
+    __tablename__ = "call_holds"
+    __table_args__ = (Index("ix_call_holds_project", "project_id", "expires_ms"),)
+
+    id: Mapped[Id]
+    project_id: Mapped[str] = mapped_column(String(64))
+    amount_nanos: Mapped[Nanos]
+    expires_ms: Mapped[Millis]

@@ -10,6 +10,7 @@ from sqlalchemy import String as Text
 from sqlalchemy.orm import Session
 
 from batchsvc.billing.line_items import Usage
+from batchsvc.billing.queries import NO_BATCH
 from batchsvc.billing.tables import UsageHour, UsageRow
 from batchsvc.db.base import Json
 
@@ -32,11 +33,13 @@ def sums(
     keys: Sequence[str],
     filters: Mapping[str, Collection[str]],
     embeddings: bool | None = None,
+    in_batches: bool | None = None,
 ) -> Iterator[tuple[int, tuple[Any, ...], Usage]]:
     """(start of the bucket, values of `keys`, sums) of all usage from `start_ms` until before `end_ms`.
 
-    Keys and filters are names of columns that usage rows and hours share, or `metadata.<key>`. `embeddings`: only
-    them (True), all but them (False), or everything. Served by ix_usage_hours_time and ix_usage_created.
+    Keys and filters are names of columns that usage rows and hours share, `metadata.<key>`, or `batch`: whether it was
+    used in one. `embeddings` and `in_batches`: only these (True), all but these (False), or everything. Served by
+    ix_usage_hours_time and ix_usage_created.
     """
     query = query_of(whole_hours, start_ms, end_ms, width_ms, keys)
     source = _source(whole_hours)
@@ -45,8 +48,10 @@ def sums(
     if embeddings is not None:
         is_embedding = source.endpoint == _EMBEDDINGS
         query = query.where(is_embedding if embeddings else ~is_embedding)
+    if in_batches is not None:
+        query = query.where(_is_in_batch(source) if in_batches else ~_is_in_batch(source))
     for bucket, *rest in session.execute(query):
-        values = tuple(rest[: len(keys)])
+        values = tuple(map(_shown, keys, rest))
         yield bucket, values, Usage(**{name: int(n) for name, n in zip(_SUMS, rest[len(keys) :], strict=True)})
 
 
@@ -72,7 +77,20 @@ def _source(whole_hours: bool) -> Any:
     return UsageHour if whole_hours else UsageRow
 
 
+def _is_in_batch(source: Any) -> ColumnElement[bool]:
+    found: ColumnElement[bool] = source.batch_id != NO_BATCH
+    return found
+
+
+def _shown(key: str, value: Any) -> Any:
+    if key == "batch":
+        return bool(value)
+    return None if key == "batch_id" and value == NO_BATCH else value
+
+
 def _key(source: Any, key: str) -> ColumnElement[Any]:
+    if key == "batch":
+        return _is_in_batch(source)
     if not key.startswith(_METADATA):
         plain: ColumnElement[Any] = getattr(source, key)
         return plain

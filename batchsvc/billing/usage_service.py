@@ -22,7 +22,7 @@ from batchsvc.money import NANOS_PER_DOLLAR, Rates
 
 _COLUMNS = {"service_tier": "tier"}  # every other group is the column of its name
 _FILTERS = {"project_ids": "project_id", "api_key_ids": "api_key_id", "models": "model", "batch_ids": "batch_id"}
-_ALWAYS: Mapping[str, Any] = {"user_id": None, "batch": True, "api_source": "unlabeled"}  # the same for all that we run
+_ALWAYS: Mapping[str, Any] = {"user_id": None, "api_source": "unlabeled"}  # the same for all that we run
 _PRICE_ROW = ("model", "tier", "price_version")
 
 Group = tuple[tuple[str, Any], ...]  # (name, value) of everything that was grouped by
@@ -51,8 +51,8 @@ def answer(session: Session, kind: Kind, arguments: Sequence[tuple[str, str]]) -
 
 def _results(session: Session, question: Question, buckets: Sequence[Bucket]) -> dict[int, list[dict[str, Any]]]:
     """Results by the start of their bucket."""
-    if not buckets or question.batch is False or question.filters.get("user_ids"):
-        return {}  # nothing runs outside batches, and keys belong to projects
+    if not buckets or question.filters.get("user_ids"):
+        return {}  # keys belong to projects
     found: dict[int, list[dict[str, Any]]] = {}
     if question.kind == Kind.COSTS:
         for start_s, amounts in _costs(session, question, buckets).items():
@@ -137,6 +137,7 @@ def _sums(
             keys=keys,
             filters=_column_filters(question),
             embeddings=None if question.kind == Kind.COSTS else question.kind == Kind.EMBEDDINGS,
+            in_batches=question.batch,
         )
         for bucket_ms, values, usage in found:
             yield max(bucket_ms // 1000, start_s), values, usage

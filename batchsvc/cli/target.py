@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,13 @@ from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.stack.datadir import DataDir, InUseError, Lock
 from batchsvc.stack.launch import Launched, launch, wait_until_usable
-from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Role, StackOptions, read_state
+from batchsvc.stack.options import DEFAULT_HOST, DEFAULT_MODEL, Drafting, Role, StackOptions, read_state
 from engine.load.wheels import KNOWN_MODELS
 
 if TYPE_CHECKING:
     from batchsvc.cli.client import Client
 
+_NO_WISH = Drafting()
 _PATIENCE_S = 300.0  # another command's stack may be pulling a model
 
 
@@ -75,15 +76,21 @@ def opened(
     model: str | None = None,
     needs_model: bool = False,
     force_format: bool = False,
+    drafting: Drafting = _NO_WISH,
 ) -> Iterator[Session]:
     """A client of the target. With no stack running in a data directory, one with `roles` is started and stopped.
 
     `needs_model`: that one registers `model`, or the default one, even without an engine. `force_format`: its engine
-    serves formats that are over their limits.
+    serves formats that are over their limits, and `drafting` is what proposes tokens there; what runs already is as it
+    was started, which is said.
     """
     from batchsvc.cli.client import Client
 
     if target.directory is None:
+        if force_format:
+            console.say("--force-format has no effect: which formats are served is up to the server.")
+        if drafting != _NO_WISH:
+            console.say("--spec and --draft have no effect: what proposes tokens is up to the server.")
         with Client(target.url, target.api_key, is_local=False) as client:
             yield Session(client=client, target=target, is_own=False)
         return
@@ -107,6 +114,7 @@ def opened(
                     model=model,
                     needs_model=needs_model,
                     force_format=force_format,
+                    drafting=drafting,
                 )
                 launched = launch(options, console.say)
             except InUseError:  # another command was faster
@@ -114,6 +122,16 @@ def opened(
             launched.listen(console.say)
             state = launched.state
             break
+        if force_format and launched is None and not state.force_format:
+            console.say(
+                "--force-format has no effect on the stack that runs here, which serves no format over its limits: "
+                f"stop it with `batchsvc down{target.flags()}` and repeat the command."
+            )
+        if launched is None and drafting not in (_NO_WISH, state.drafting):
+            console.say(
+                "--spec and --draft have no effect on the stack that runs here: "
+                f"stop it with `batchsvc down{target.flags()}` and repeat the command."
+            )
         key = directory.api_key.read_text(encoding="utf-8").strip()
         with Client(state.url, key, is_local=True) as client:
             own = launched.state.model if launched else ""
@@ -157,6 +175,7 @@ def stack_options(
     port: int | None = None,
     needs_model: bool = False,
     force_format: bool = False,
+    drafting: Drafting = _NO_WISH,
 ) -> StackOptions:
     """Options of a start, with what the environment says where no flag does."""
     if port is None and (text := os.environ.get("BATCHSVC_PORT")):
@@ -173,6 +192,7 @@ def stack_options(
         roles=roles,
         needs_model=needs_model,
         force_format=force_format,
+        drafting=replace(drafting, draft=None if drafting.draft is None else absolute_model(drafting.draft)),
     )
 
 

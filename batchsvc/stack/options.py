@@ -21,6 +21,19 @@ CANCELLING: tuple[Role, ...] = ("valkey", "seaweedfs", "api", "control")  # enou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What proposes tokens in the engine of a stack's first model; None: as the environment's settings say."""
+
+    spec: str | None = None
+    draft: str | None = None
+
+    def env(self) -> dict[str, str]:
+        """The same as settings of that engine."""
+        named = {"BATCHSVC_SPEC": self.spec, "BATCHSVC_DRAFT": self.draft}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
     """One start of a stack. `purpose` is the command that owns it: `up` stays, any other ends with its command.
 
@@ -37,6 +50,7 @@ class StackOptions:
     roles: tuple[Role, ...] = ALL
     needs_model: bool = False
     force_format: bool = False
+    drafting: Drafting = Drafting()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -50,7 +64,7 @@ class StackOptions:
     def from_json(cls, text: str) -> StackOptions:
         values = json.loads(text)
         lists = {name: tuple(values[name]) for name in ("roles", "more_models")}
-        return cls(**{**values, "root": Path(values["root"]), **lists})
+        return cls(**{**values, "root": Path(values["root"]), "drafting": Drafting(**values["drafting"]), **lists})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +79,8 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """What run/state.json says. `is_ready`: every process of the stack does its work."""
+    """What run/state.json says. `is_ready`: every process of the stack does its work. `force_format` and `drafting` are
+    those of its start."""
 
     pid: int
     created: float
@@ -75,6 +90,8 @@ class StackState:
     roles: tuple[str, ...]
     phase: str
     models: tuple[str, ...] = ()
+    force_format: bool = False
+    drafting: Drafting = Drafting()
     is_ready: bool = False
     processes: tuple[ProcessState, ...] = field(default=())
 
@@ -116,6 +133,7 @@ def _parse(found: Any) -> StackState | None:
     try:
         processes = tuple(ProcessState(**p) for p in found["processes"])
         lists = {name: tuple(found.get(name, ())) for name in ("roles", "models")}
-        return StackState(**{**found, **lists, "processes": processes})
+        drafting = Drafting(**found.get("drafting", {}))
+        return StackState(**{**found, **lists, "processes": processes, "drafting": drafting})
     except (KeyError, TypeError):
         return None

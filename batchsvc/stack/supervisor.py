@@ -247,6 +247,8 @@ class Supervisor:
             models=self.options.models,
             roles=self.options.roles,
             phase=phase,
+            force_format=self.options.force_format,
+            drafting=self.options.drafting,
             is_ready=phase != "stopping" and bool(self._children) and all(c.state == "ready" for c in self._children),
             processes=tuple(
                 ProcessState(name=c.spec.name, pid=c.pid, created=c.created, state=c.state) for c in self._children

@@ -26,7 +26,7 @@ def statement(
         {
             "time": local_time(row["last_at"]),
             "movement": row["kind"] if row["postings"] == 1 else f"{row['kind']} x {row['postings']:,}",
-            "of": row["batch_id"] or row["reason"] or row["key"],
+            "of": row["batch_id"] or row["reason"] or row["key"] or "",
             "amount": format_dollars(row["amount_nanos"]),
         }
         for row in found["movements"]

@@ -13,6 +13,7 @@
 #include "chunk.h"
 #include "dots_amx.h"
 #include "dots_vector.h"
+#include "team.h"
 #include <vector>
 
 namespace {
@@ -230,14 +231,13 @@ template <class Cache> void attend_step(const Step& x, const int32_t* spans, con
   const bool use_amx = amx_allowed() && x.s.dim % (Cache::IS_INT8 ? 64 : 32) == 0;
 #endif
   const bool is_big = levels > 1 || level_ends[0] > 1 || x.lengths[0] > FEW_KEYS;
-#pragma omp parallel if (is_big)
-  {
+  in_team(is_big, [&] {
 #if HAS_AMX
     if (use_amx) attend_levels<AmxDots, Cache>(x, spans, level_ends, levels);
     else
 #endif
       attend_levels<VectorDots, Cache>(x, spans, level_ends, levels);
-  }
+  });
 }
 
 }  // namespace

@@ -4,15 +4,15 @@
 // A byte holds two codes of 4 bits, the even column low. Few rows: they become integers of 16 bits, chunk by chunk, so
 // that products of codes are exact sums of integers, scaled once a chunk; zeros, which may lie between codes (GGUF), are
 // taken off at the end, as one product with the groups' sums of x.
+#include "team.h"
 #include "vec.h"
 #include <algorithm>
 #include <cmath>
-#include <omp.h>
 #include <vector>
 
 namespace {
 
-constexpr int STEP = 32, CHUNK = 64, FOUR_BIT_ZEROS = 17;  // zeros of 16 occur in GPTQ files
+constexpr int STEP = 32, CHUNK = 64, QUARTERS = 4;
 constexpr int64_t FEW_CODES = 1 << 17;                        // products that are done sooner than other threads would wake
 
 // Sixteen bytes, one a lane. GCC takes the conversion of such short vectors apart, byte by byte.
@@ -34,19 +34,6 @@ struct Matrix {
   int rows, columns, group;
 };
 
-// bf16 of code - zero for each code: in the low half of a lane, and in the high half.
-struct Tables {
-  u32x16 low[FOUR_BIT_ZEROS], high[FOUR_BIT_ZEROS];
-  Tables() {
-    for (int zero = 0; zero < FOUR_BIT_ZEROS; zero++)
-      for (int code = 0; code < 16; code++) {
-        low[zero][code] = to_bf16((float)(code - zero));
-        high[zero][code] = low[zero][code] << 16;
-      }
-  }
-};
-const Tables tables;
-
 // The entries at the lowest four bits of each lane of `index`.
 inline u32x16 look_up(const u32x16& table, u32x16 index) {
 #if defined(__AVX512F__)
@@ -58,11 +45,16 @@ inline u32x16 look_up(const u32x16& table, u32x16 index) {
 #endif
 }
 
-// How a group's codes become pairs of bf16 columns.
+// How codes less the middle one become pairs of bf16 columns.
 struct FourBits {
   static constexpr int BYTES = STEP / 2, MIDDLE = 8;
-  u32x16 low, high;
-  explicit FourBits(int zero) : low(tables.low[zero]), high(tables.high[zero]) {}
+  u32x16 low, high;  // bf16 of each code: in the low half of a lane, and in the high half
+  FourBits() {
+    for (int code = 0; code < 16; code++) {
+      low[code] = to_bf16((float)(code - MIDDLE));
+      high[code] = low[code] << 16;
+    }
+  }
   u32x16 pairs(const uint8_t* p) const {
     const u32x16 v = widen(p);
     return look_up(low, v) | look_up(high, v >> 4);
@@ -70,14 +62,12 @@ struct FourBits {
 };
 struct EightBits {
   static constexpr int BYTES = STEP, MIDDLE = 128;
-  f32x16 zero;
-  explicit EightBits(int zero) : zero(splat((float)zero)) {}
   u32x16 pairs(const uint8_t* p) const {
     u16x16 halves;
     std::memcpy(&halves, p, 32);
     const u32x16 v = __builtin_convertvector(halves, u32x16);
-    const f32x16 even = __builtin_convertvector((i32x16)(v & 255), f32x16) - zero;
-    const f32x16 odd = __builtin_convertvector((i32x16)(v >> 8), f32x16) - zero;
+    const f32x16 even = __builtin_convertvector((i32x16)(v & 255) - MIDDLE, f32x16);
+    const f32x16 odd = __builtin_convertvector((i32x16)(v >> 8) - MIDDLE, f32x16);
     return (as_u32(even) >> 16) | (as_u32(odd) & 0xffff0000u);
   }
 };
@@ -89,14 +79,14 @@ struct Rows {
   std::vector<int8_t> bytes;    // [count][chunks][high, low][CHUNK], columns in the order of the codes
   std::vector<float> scale;     // [count][chunks]
   std::vector<float> sums;      // [count][groups, whole vectors]: of the columns of each group
-  std::vector<int> first, last; // [chunks]: the groups of a chunk's halves
+  std::vector<int> of;          // [chunks][QUARTERS]: the groups of a chunk's quarters
 
   static int padded(int groups) { return (groups + 15) / 16 * 16; }
 
   Rows(const uint16_t* x, int count, const Matrix& w, int bits)
       : count(count), chunks(w.columns / CHUNK), groups(w.columns / w.group), bytes((int64_t)count * chunks * 2 * CHUNK),
-        scale((int64_t)count * chunks), sums((int64_t)count * padded(groups)), first(chunks), last(chunks) {
-    for (int c = 0; c < chunks; c++) { first[c] = c * CHUNK / w.group; last[c] = (c * CHUNK + STEP) / w.group; }
+        scale((int64_t)count * chunks), sums((int64_t)count * padded(groups)), of(chunks * QUARTERS) {
+    for (int q = 0; q < chunks * QUARTERS; q++) of[q] = q * (CHUNK / QUARTERS) / w.group;
     for (int m = 0; m < count; m++)
       for (int c = 0; c < chunks; c++) take(x + (int64_t)m * w.columns + c * CHUNK, m, c, bits);
   }
@@ -110,18 +100,17 @@ struct Rows {
     }
     const float unit = largest / 32512, inverse = largest > 0 && sound == 0 ? 1 / unit : 0;
     int8_t *high = bytes.data() + ((int64_t)m * chunks + c) * 2 * CHUNK, *low = high + CHUNK;
-    int halves[2] = {};
+    int quarters[QUARTERS] = {};
     for (int k = 0; k < CHUNK; k++) {
       const int value = (int)std::lrintf(values[k] * inverse), top = (value + 128) >> 8;
       const int at = bits == 4 ? k % 2 * (CHUNK / 2) + k / 2 : k;  // even columns first: they are the low codes of bytes
       high[at] = (int8_t)top;
       low[at] = (int8_t)(value - top * 256);
-      halves[k / STEP] += value;
+      quarters[k / (CHUNK / QUARTERS)] += value;
     }
     scale[(int64_t)m * chunks + c] = unit + sound;
     float* sum = sums.data() + (int64_t)m * padded(groups);
-    sum[first[c]] += (unit + sound) * halves[0];
-    sum[last[c]] += (unit + sound) * halves[1];
+    for (int q = 0; q < QUARTERS; q++) sum[of[c * QUARTERS + q]] += (unit + sound) * quarters[q];
   }
 };
 
@@ -149,12 +138,16 @@ inline i32x16 dot_codes(i32x16 acc, u32x16 codes, u32x16 x) {
 #endif
 }
 
-// The scales of a chunk's lanes.
-template <int BITS> inline f32x16 scales_of(const float* scale, int first, int last) {
-  const f32x16 a = splat(scale[first]);
-  if (first == last) return a;
+// The scales of a chunk's lanes, whose quarters are of the groups `of`.
+template <int BITS> inline f32x16 scales_of(const float* scale, const int* of) {
+  const f32x16 a = splat(scale[of[0]]);
+  if (of[0] == of[3]) return a;
   const i32x16 is_first = BITS == 8 ? i32x16{-1, -1, -1, -1, -1, -1, -1, -1} : i32x16{-1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
-  return is_first ? a : splat(scale[last]);
+  if (of[0] == of[1]) return is_first ? a : splat(scale[of[3]]);
+  const i32x16 is_even = BITS == 8 ? i32x16{-1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1}
+                                   : i32x16{-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
+  const f32x16 low = is_even ? a : splat(scale[of[1]]), high = is_even ? splat(scale[of[2]]) : splat(scale[of[3]]);
+  return is_first ? low : high;
 }
 
 // Entries [g, g + 16) of an array of `size`, zeros behind it.
@@ -180,7 +173,7 @@ template <int BITS, int M> void dot(const Rows& x, int row, const Matrix& w, int
   f32x16 total[M] = {};
   for (int c = 0; c < x.chunks; c++, codes += CHUNK * BITS / 8) {
     const u32x16 chunk = codes_of<BITS>(codes);
-    const f32x16 scales = scales_of<BITS>(scale, x.first[c], x.last[c]);
+    const f32x16 scales = scales_of<BITS>(scale, x.of.data() + c * QUARTERS);
     for (int m = 0; m < M; m++) {
       const int8_t* high = bytes + ((int64_t)m * x.chunks + c) * 2 * CHUNK;
       const i32x16 sum = dot_codes(dot_codes(i32x16{}, chunk, load_u32(high)) << 8, chunk, load_u32(high + CHUNK));
@@ -198,8 +191,10 @@ template <int BITS, int M> void dot(const Rows& x, int row, const Matrix& w, int
 }
 
 template <int BITS, int M> void dots(const Rows& x, int row, const Matrix& w, float* out) {
-#pragma omp parallel for schedule(static) if ((int64_t)w.rows * w.columns > FEW_CODES)
-  for (int output = 0; output < w.rows; output++) dot<BITS, M>(x, row, w, output, out + (int64_t)row * w.rows);
+  in_team((int64_t)w.rows * w.columns > FEW_CODES, [&] {
+#pragma omp for schedule(static)
+    for (int output = 0; output < w.rows; output++) dot<BITS, M>(x, row, w, output, out + (int64_t)row * w.rows);
+  });
 }
 
 // By eight rows at most, then four, two, one: more sizes would only take longer to compile.
@@ -212,22 +207,31 @@ template <int BITS> void multiply(const Rows& x, const Matrix& w, float* out) {
   }
 }
 
+// a in the lanes of the first sixteen of STEP columns, b in those of the others.
+inline f32x16 in_halves(float a, float b) {
+  const i32x16 is_first = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return is_first ? splat(a) : splat(b);
+}
+
 template <class Bits> void unpack(const Matrix& w, int first, int count, uint16_t* out) {
   const int groups = w.columns / w.group;
+  const int next = w.group < STEP;  // two groups make a step then
+  const Bits bits;
 #pragma omp parallel for schedule(static)
   for (int i = 0; i < count; i++) {
     const int row = first + i;
     const uint8_t* codes = w.codes + (int64_t)row * (w.columns / STEP) * Bits::BYTES;
     uint16_t* to = out + (int64_t)i * w.columns;
-    for (int g = 0; g < groups; g++) {
-      const int64_t at = (int64_t)row * groups + g;
-      const Bits bits(w.zero ? w.zero[at] : Bits::MIDDLE);
-      const f32x16 scale = splat(w.scale[at]);
-      const f32x16 off = splat(w.between ? (Bits::MIDDLE - w.between[at]) * w.scale[at] : 0.f);
+    const auto shift_of = [&](int64_t at) {
+      return w.zero ? (float)(w.zero[at] - Bits::MIDDLE) : w.between ? w.between[at] - Bits::MIDDLE : 0.f;
+    };
+    for (int g = 0; g < groups; g += 1 + next) {
+      const int64_t a = (int64_t)row * groups + g, b = a + next;
+      const f32x16 scale = in_halves(w.scale[a], w.scale[b]), shift = in_halves(shift_of(a), shift_of(b));
       for (int k = 0; k < w.group; k += STEP, codes += Bits::BYTES, to += STEP) {
         const u32x16 pairs = bits.pairs(codes);
-        const u32x16 even = round_bf16(as_f32(pairs << 16) * scale + off);
-        const u32x16 odd = round_bf16(as_f32(pairs & 0xffff0000u) * scale + off);
+        const u32x16 even = round_bf16((as_f32(pairs << 16) - shift) * scale);
+        const u32x16 odd = round_bf16((as_f32(pairs & 0xffff0000u) - shift) * scale);
         const u32x16 both = even | (odd << 16);
         std::memcpy(to, &both, 64);
       }
@@ -239,8 +243,8 @@ template <class Bits> void unpack(const Matrix& w, int first, int count, uint16_
 
 extern "C" {
 
-// x bf16 [m][columns] times a matrix in groups -> out float32 [m][rows]. Groups hold whole steps of 32 columns, rows whole
-// chunks of 64.
+// x bf16 [m][columns] times a matrix in groups -> out float32 [m][rows]. Groups hold sixteen columns or whole steps of 32,
+// rows whole chunks of 64.
 void multiply_groups(const uint16_t* x, int m, const uint8_t* codes, const float* scale, const int16_t* zero,
                      const float* between, int rows, int columns, int group, int bits, float* out) {
   const Matrix w{codes, scale, zero, between, rows, columns, group};

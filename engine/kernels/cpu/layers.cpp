@@ -1,6 +1,8 @@
 // All layers of a step in one call: the same kernels in the same order as one by one, without the way back to Python
-// between them, in working memory that stays from step to step.
+// between them, in working memory that stays from step to step. One team of threads does it all: with few rows a kernel
+// alone isn't worth waking them, but all of them together are.
 #include "amx.h"
+#include "team.h"
 #include <type_traits>
 
 #if HAS_AMX
@@ -35,6 +37,7 @@ struct MatrixPointers {
   int num_rows, num_columns, group, bits;
 
   const float* column_scale() const { return bits ? nullptr : scale; }  // what the product has yet to be multiplied with
+  int64_t size() const { return (int64_t)num_rows * num_columns; }
 };
 
 struct LayerPointers {
@@ -58,6 +61,8 @@ struct StepPointers {
   const int32_t *lengths, *tables, *spans, *level_ends;
   float* state;
 };
+
+constexpr int64_t MANY = 16 << 20;  // multiplications: fewer are done sooner than the team has met at every kernel's end
 
 // Working memory of a step: bytes for `rows` rows. Every array begins on a cache line.
 struct Work {
@@ -103,27 +108,31 @@ void run_layers(const Shapes* shapes, const LayerPointers* layers, const StepPoi
     add(kind, w.scratch, row_scale, m.column_scale(), p.rows, s.hidden, norm, s.eps, p.x);
   };
   uint16_t* halves = s.is_int8 ? nullptr : (uint16_t*)w.gated;
-  for (int i = 0; i < s.num_layers; i++) {
-    const LayerPointers& l = layers[i];
-    prepare(p.x, l.attention_norm, s.hidden);
-    multiply(l.qkv, w.ready, scale, w.qkv);
-    store_qkv(kind, w.qkv, scale, l.qkv.column_scale(), l.qkv.bias, l.qk_norm, s.eps, p.rows, s.heads, s.kv_heads, s.dim,
-              l.window ? p.local_cosine : p.cosine, l.window ? p.local_sine : p.sine, p.slots, s.q_scale, s.is_kv_int8,
-              s.block_bytes, w.q, l.k_cache, l.v_cache);
-    attend(s.heads, s.kv_heads, s.dim, s.is_kv_int8, s.block_bytes, l.window, w.q, l.k_cache, l.v_cache, p.lengths, p.tables,
-           p.spans, p.level_ends, p.levels, p.state, w.mixed);
-    prepare(w.mixed, nullptr, width);
-    add_product(l.out, w.ready, scale, l.attention_post_norm);
-    prepare(p.x, l.mlp_norm, s.hidden);
-    if (l.gate_up.bits) {
-      multiply(l.gate_up, w.ready, scale, w.scratch);
-      gated(kind, w.scratch, scale, nullptr, p.rows, s.mlp, s.is_gelu, (int8_t*)w.gated, w.gated_scale, halves);
-    } else {
-      matmul_gated(w.ready, l.gate_up.packed, scale, l.gate_up.scale, p.rows, 2 * s.mlp, s.hidden * element, s.is_gelu,
-                   w.scratch, (int8_t*)w.gated, w.gated_scale, halves);
+  const LayerPointers& first = layers[0];
+  const int64_t numbers = first.qkv.size() + first.out.size() + first.gate_up.size() + first.down.size();
+  in_team(p.rows * numbers * s.num_layers > MANY, [&] {
+    for (int i = 0; i < s.num_layers; i++) {
+      const LayerPointers& l = layers[i];
+      prepare(p.x, l.attention_norm, s.hidden);
+      multiply(l.qkv, w.ready, scale, w.qkv);
+      store_qkv(kind, w.qkv, scale, l.qkv.column_scale(), l.qkv.bias, l.qk_norm, s.eps, p.rows, s.heads, s.kv_heads, s.dim,
+                l.window ? p.local_cosine : p.cosine, l.window ? p.local_sine : p.sine, p.slots, s.q_scale, s.is_kv_int8,
+                s.block_bytes, w.q, l.k_cache, l.v_cache);
+      attend(s.heads, s.kv_heads, s.dim, s.is_kv_int8, s.block_bytes, l.window, w.q, l.k_cache, l.v_cache, p.lengths, p.tables,
+             p.spans, p.level_ends, p.levels, p.state, w.mixed);
+      prepare(w.mixed, nullptr, width);
+      add_product(l.out, w.ready, scale, l.attention_post_norm);
+      prepare(p.x, l.mlp_norm, s.hidden);
+      if (l.gate_up.bits) {
+        multiply(l.gate_up, w.ready, scale, w.scratch);
+        gated(kind, w.scratch, scale, nullptr, p.rows, s.mlp, s.is_gelu, (int8_t*)w.gated, w.gated_scale, halves);
+      } else {
+        matmul_gated(w.ready, l.gate_up.packed, scale, l.gate_up.scale, p.rows, 2 * s.mlp, s.hidden * element, s.is_gelu,
+                     w.scratch, (int8_t*)w.gated, w.gated_scale, halves);
+      }
+      add_product(l.down, w.gated, s.is_int8 ? w.gated_scale : nullptr, l.mlp_post_norm);
     }
-    add_product(l.down, w.gated, s.is_int8 ? w.gated_scale : nullptr, l.mlp_post_norm);
-  }
+  });
 }
 }
 #endif

@@ -9,8 +9,8 @@
 #if HAS_AMX
 #include "best.h"
 #include "quantize.h"
+#include "team.h"
 #include <algorithm>
-#include <omp.h>
 #include <vector>
 
 namespace {
@@ -181,8 +181,7 @@ void matmul(OPERANDS, void* out) {
   const Operands x = GIVEN;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel if (x.is_big())
-    for_each_panel<Dot>(x, Store<typename Dot::Sum>{(typename Dot::Sum*)out});
+    in_team(x.is_big(), [&] { for_each_panel<Dot>(x, Store<typename Dot::Sum>{(typename Dot::Sum*)out}); });
   });
 }
 
@@ -190,8 +189,7 @@ void matmul_add(OPERANDS, float* residual) {
   const Operands x = GIVEN;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel if (x.is_big())
-    for_each_panel<Dot>(x, Add<typename Dot::Sum>{residual});
+    in_team(x.is_big(), [&] { for_each_panel<Dot>(x, Add<typename Dot::Sum>{residual}); });
   });
 }
 
@@ -225,8 +223,7 @@ void matmul_gated(OPERANDS, int is_gelu, float* scratch, int8_t* q, float* scale
   const int inner = num_columns / 2;
   with_dot(x, [&](auto dot) {
     using Dot = decltype(dot);
-#pragma omp parallel if (x.is_big())
-    {
+    in_team(x.is_big(), [&] {
       for_each_panel<Dot>(x, Gated<typename Dot::Sum>{scratch, is_gelu != 0});
 #pragma omp for schedule(static)
       for (int m = 0; m < num_rows; m++) {
@@ -238,7 +235,7 @@ void matmul_gated(OPERANDS, int is_gelu, float* scratch, int8_t* q, float* scale
         rotate(y, inner);
         scale[m] = quantize_row(y, inner, q + (int64_t)m * inner);
       }
-    }
+    });
   });
 }
 }

@@ -6,6 +6,7 @@
 // bf16. Every row is computed alone: its result doesn't depend on the rows beside it.
 #include "best.h"
 #include "quantize.h"
+#include "team.h"
 #include <algorithm>
 #include <vector>
 
@@ -35,8 +36,7 @@ struct Halves {
 
 template <class P>
 void gated_rows(const P& p, int rows, int inner, bool is_gelu, int8_t* q, float* scale, uint16_t* halves) {
-#pragma omp parallel if (rows >= FEW)
-  {
+  in_team(rows >= FEW, [&] {
     std::vector<float> buffer(inner + 16);
     float* x = buffer.data();
 #pragma omp for schedule(static)
@@ -47,21 +47,23 @@ void gated_rows(const P& p, int rows, int inner, bool is_gelu, int8_t* q, float*
       }
       if (!halves) { rotate(x, inner); scale[m] = quantize_row(x, inner, q + (int64_t)m * inner); }
     }
-  }
+  });
 }
 
 template <class P> void add_rows(const P& p, int rows, int width, const float* norm, float eps, float* residual) {
-#pragma omp parallel for schedule(static) if (rows >= FEW)
-  for (int m = 0; m < rows; m++) {
-    f32x16 squares = f32x16{};
-    if (norm) for (int i = 0; i < width; i += 16) { const f32x16 v = p.at(m, i); squares += v * v; }
-    const float inverse = norm ? 1.f / std::sqrt(sum(squares) / width + eps) : 1.f;
-    for (int i = 0; i < width; i += 16) {
-      float* r = residual + (int64_t)m * width + i;
-      const f32x16 v = p.at(m, i);
-      store(r, load(r) + (norm ? v * splat(inverse) * load(norm + i) : v));
+  in_team(rows >= FEW, [&] {
+#pragma omp for schedule(static)
+    for (int m = 0; m < rows; m++) {
+      f32x16 squares = f32x16{};
+      if (norm) for (int i = 0; i < width; i += 16) { const f32x16 v = p.at(m, i); squares += v * v; }
+      const float inverse = norm ? 1.f / std::sqrt(sum(squares) / width + eps) : 1.f;
+      for (int i = 0; i < width; i += 16) {
+        float* r = residual + (int64_t)m * width + i;
+        const f32x16 v = p.at(m, i);
+        store(r, load(r) + (norm ? v * splat(inverse) * load(norm + i) : v));
+      }
     }
-  }
+  });
 }
 
 template <class P> void best_rows(const P& p, int rows, int width, const Masks& masks, int64_t* columns) {
@@ -119,39 +121,41 @@ void store_qkv_rows(const P& p, const float* bias, const float* qk_norm, float e
                     const float* cosine, const float* sine, const int64_t* slots, float q_scale, const Caches& to, uint16_t* q) {
   const int half = dim / 2;
   const int64_t head_bytes = to.block_bytes / kv_heads;
-#pragma omp parallel for schedule(static) if (rows >= FEW)
-  for (int m = 0; m < rows; m++) {
-    const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
-    const int64_t block = slots[m] / 16, at = slots[m] % 16;
-    alignas(64) float x[512];
-    for (int h = 0; h < heads + 2 * kv_heads; h++) {
-      const bool is_q = h < heads, is_v = h >= heads + kv_heads;
-      const int64_t base = (int64_t)h * dim;
-      for (int i = 0; i < dim; i += 16) {
-        f32x16 y = p.at(m, base + i);
-        if (bias) y += load(bias + base + i);
-        store(x + i, y);
-      }
-      if (!is_v && qk_norm) normalize(x, dim, qk_norm + (is_q ? 0 : dim), eps);
-      if (!is_v) {
-        const f32x16 scale = splat(is_q ? q_scale : 1.f);
-        for (int i = 0; i < half; i += 16) {
-          const f32x16 a = load(x + i), b = load(x + half + i), co = load(c + i), si = load(s + i);
-          store(x + i, (a * co - b * si) * scale);
-          store(x + half + i, (b * co + a * si) * scale);
+  in_team(rows >= FEW, [&] {
+#pragma omp for schedule(static)
+    for (int m = 0; m < rows; m++) {
+      const float *c = cosine + (int64_t)m * half, *s = sine + (int64_t)m * half;
+      const int64_t block = slots[m] / 16, at = slots[m] % 16;
+      alignas(64) float x[512];
+      for (int h = 0; h < heads + 2 * kv_heads; h++) {
+        const bool is_q = h < heads, is_v = h >= heads + kv_heads;
+        const int64_t base = (int64_t)h * dim;
+        for (int i = 0; i < dim; i += 16) {
+          f32x16 y = p.at(m, base + i);
+          if (bias) y += load(bias + base + i);
+          store(x + i, y);
         }
+        if (!is_v && qk_norm) normalize(x, dim, qk_norm + (is_q ? 0 : dim), eps);
+        if (!is_v) {
+          const f32x16 scale = splat(is_q ? q_scale : 1.f);
+          for (int i = 0; i < half; i += 16) {
+            const f32x16 a = load(x + i), b = load(x + half + i), co = load(c + i), si = load(s + i);
+            store(x + i, (a * co - b * si) * scale);
+            store(x + half + i, (b * co + a * si) * scale);
+          }
+        }
+        if (is_q) {
+          for (int i = 0; i < dim; i += 16) store_bf16(q + ((int64_t)m * heads + h) * dim + i, load(x + i));
+          continue;
+        }
+        const int kv_head = is_v ? h - heads - kv_heads : h - heads;
+        uint8_t* head = (is_v ? to.v : to.k) + block * to.block_bytes + kv_head * head_bytes;
+        if (to.is_int8) write_int8(head, x, dim, at, is_v);
+        else if (is_v) write_v(head, x, dim, at);
+        else write_k(head, x, dim, at);
       }
-      if (is_q) {
-        for (int i = 0; i < dim; i += 16) store_bf16(q + ((int64_t)m * heads + h) * dim + i, load(x + i));
-        continue;
-      }
-      const int kv_head = is_v ? h - heads - kv_heads : h - heads;
-      uint8_t* head = (is_v ? to.v : to.k) + block * to.block_bytes + kv_head * head_bytes;
-      if (to.is_int8) write_int8(head, x, dim, at, is_v);
-      else if (is_v) write_v(head, x, dim, at);
-      else write_k(head, x, dim, at);
     }
-  }
+  });
 }
 
 template <class F> void visit(int kind, const void* x, const float* row, const float* column, int64_t width, F f) {
@@ -168,8 +172,7 @@ extern "C" {
 // x [rows][width] float32 -> normalized rows, rotated and quantized (q, scale) or as bf16 (halves); weight may be null
 // (then only the change of format).
 void norm_rows(const float* x, const float* weight, float eps, int rows, int width, int8_t* q, float* scale, uint16_t* halves) {
-#pragma omp parallel if (rows >= FEW)
-  {
+  in_team(rows >= FEW, [&] {
     std::vector<float> buffer(width + 16);
     float* y = buffer.data();
 #pragma omp for schedule(static)
@@ -185,7 +188,7 @@ void norm_rows(const float* x, const float* weight, float eps, int rows, int wid
       }
       if (!halves) { rotate(y, width); scale[m] = quantize_row(y, width, q + (int64_t)m * width); }
     }
-  }
+  });
 }
 
 // silu(gate) * up, or gelu(gate) * up, made ready for the next matmul like norm_rows.

@@ -30,6 +30,7 @@ from batchsvc.files import service as files
 from batchsvc.files import store_service
 from batchsvc.files.s3_uri import S3Uri, parse_prefix
 from batchsvc.files.tables import File
+from batchsvc.sealing import WRONG_KEY
 from batchsvc.settings import Settings
 from batchsvc.store.foreign import ForeignBucket
 from batchsvc.store.pieces import put_pieces
@@ -92,7 +93,11 @@ class Exporter(Senders[ExportClaim]):
         except _GoneError as error:
             self._failed(claimed, str(error), is_final=True)
         except ServiceError as error:
-            self._failed(claimed, error.message)
+            if error.code == WRONG_KEY:  # not the tenant's fault, and no attempt
+                log.warning("export.postponed", batch=claimed.batch_id, reason=error.message)
+                self._db.run(partial(export_queries.postpone, claimed=claimed, reason=error.message))
+            else:
+                self._failed(claimed, error.message)
         except DBAPIError:
             raise
         except Exception as error:  # a server may answer anything

@@ -24,6 +24,7 @@ from batchsvc.db.session import database_now_ms
 PENDING, DONE, FAILED = "pending", "done", "failed"
 _WAITS_S = (5, 30, 120, 600, 1_800)  # and from then on the last one, again and again
 _GIVE_UP = 96  # attempts: two days
+_OWN_FAULT_WAIT_S = 60
 _ERROR_CHARS = 500
 
 
@@ -135,6 +136,14 @@ def fail(session: Session, claimed: ExportClaim, reason: str, *, is_final: bool)
     else:
         row.due_ms = now + 1000 * _WAITS_S[min(row.num_failures, len(_WAITS_S)) - 1]
     return row.state
+
+
+def postpone(session: Session, claimed: ExportClaim, reason: str) -> None:
+    """Note what this deployment has to set right before an attempt can be made; none is counted."""
+    row = _mine(session, claimed)
+    if row is not None:
+        row.error, row.owner, row.lease_ms = reason[:_ERROR_CHARS], None, 0
+        row.due_ms = database_now_ms(session) + 1000 * _OWN_FAULT_WAIT_S
 
 
 def give_back(session: Session, claimed: ExportClaim) -> None:

@@ -217,6 +217,23 @@ def test_wrong_keys_are_said_and_tried_again_until_they_are_right(abroad: World,
 
 
 @on_sqlite
+def test_a_key_of_ours_that_opens_no_secret_costs_no_attempt(abroad: World, tenant: Tenant) -> None:
+    batch_id = add_export(abroad, tenant, num_lines=3)
+    end(abroad, batch_id)
+    right = abroad.settings
+    abroad.settings = right.model_copy(update={"secret_key": "f" * 64})
+    set_export(abroad, batch_id, num_failures=export_queries._GIVE_UP - 1)
+    assert exporter(abroad).send_due() == 1 and exporter(abroad).send_due() == 0, "not at once again"
+    row = export_of(abroad, batch_id)
+    assert (row.state, row.num_failures, row.lease_ms) == ("pending", export_queries._GIVE_UP - 1, 0)
+    assert "BATCHSVC_SECRET_KEY" in shown(abroad, batch_id)["error"]
+    abroad.settings = right
+    set_export(abroad, batch_id, due_ms=0)
+    assert exporter(abroad).send_due() == 1
+    judge(abroad, tenant, batch_id, {"output": OUTPUT, "error": ERROR})
+
+
+@on_sqlite
 def test_what_is_not_registered_any_more_gets_no_request(abroad: World, tenant: Tenant) -> None:
     batch_id = add_export(abroad, tenant, num_lines=3)
     end(abroad, batch_id)

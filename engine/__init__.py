@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "Engine", "EngineConfig", "Request", "SamplingParams", "Usage"]
 
-# Read once, when torch loads. Threads that have nothing to do spin some 50 us, as long as others of their team are late in
-# a step, and then sleep: with the API, the database or other workers on the same cores, spinning from one step to the
-# next, which is the default, made steps 3 to 7 times slower.
+# Read once, when torch loads. Threads that wait for others of their team spin some 50 us within a step, and then sleep:
+# with the API, the database or other workers on the same cores, spinning from one step to the next, which is the
+# default, made steps 3 to 7 times slower.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

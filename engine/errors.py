@@ -6,6 +6,7 @@ EngineError
 ├── QualityError         a format that costs a model more quality than it may; the worker stops with this sentence
 ├── MemoryShortageError  a step needs more memory than there is; a smaller one may do
 ├── DeviceError          a GPU can't be used, or failed under way; the worker stops, and another one takes over
+├── PeerError            another engine can't be reached, or must not be worked with
 ├── GrammarError         a form that no answer can be given
 └── RequestError         a request that can't be run; costs that line alone
 """
@@ -35,6 +36,10 @@ class MemoryShortageError(EngineError):
 
 class DeviceError(EngineError):
     """A GPU can't be used, or failed in the middle of a step: this process can't go on with it."""
+
+
+class PeerError(EngineError):
+    """Another engine can't be reached, went away, or must not be worked with."""
 
 
 class GrammarError(EngineError):

@@ -96,11 +96,12 @@ class BlockPool:
             pass
         while len(self._free) < count:
             self._evict()
-        taken = [self._free.pop() for _ in range(count)]
-        self._num_touched = max([self._num_touched, *(block + 1 for block in taken)])
-        for block in taken:
-            self._references[block] = 1
-        return taken
+        return self._take(count)
+
+    def allocate_free(self, count: int) -> list[int]:
+        """The same of blocks that are free, at most `num_free`: nothing is evicted."""
+        assert count <= self.num_free, f"{count} free blocks asked for, there are {self.num_free}"
+        return self._take(count)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each; revives idle ones."""
@@ -144,6 +145,11 @@ class BlockPool:
         self._freed.clear()
         return freed
 
+    def forget_freed(self, blocks: Iterable[int]) -> None:
+        """What died in these blocks is overwritten already."""
+        for block in blocks:
+            self._freed.pop(block, None)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Compares the counts with the block tables of all owners. Raises AssertionError with the numbers."""
         owned = Counter(block for table in tables for block in table)
@@ -160,6 +166,13 @@ class BlockPool:
         assert self.num_shared == shared, f"{self.num_shared} shared blocks counted, {shared} found"
         valid = {entry[4] for entry in self._heap if self._idle.get(entry[4]) == entry[3]}
         assert valid == self._idle.keys(), "an idle block can't be evicted"
+
+    def _take(self, count: int) -> list[int]:
+        taken = [self._free.pop() for _ in range(count)]
+        self._num_touched = max([self._num_touched, *(block + 1 for block in taken)])
+        for block in taken:
+            self._references[block] = 1
+        return taken
 
     def _make_free(self, block: int) -> None:
         self._was_shared.discard(block)

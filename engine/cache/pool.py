@@ -61,6 +61,11 @@ class KVPool:
         self._k = _zeros((model.num_layers, num_blocks, *layout.k_shape), DTYPES[kv_format], device)
         self._v = _zeros((model.num_layers, num_blocks, *layout.v_shape), DTYPES[kv_format], device)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, all layers, K and V, in memory as on the wire."""
+        return self._k[:, 0].numel() * 2 * self._k.element_size()
+
     def holds(self, model: ModelConfig, layout: Layout, kv_format: str) -> bool:
         """Whether a block can also hold the KV of another model, in its first layers."""
         k_shape, v_shape = tuple(self._k.shape), tuple(self._v.shape)
@@ -116,7 +121,7 @@ class KVPool:
             raise EngineError(f"These KV blocks have the layout {found}, expected {self.layout_id}.")
         start += len(layout)
         payload = data[start + 8 :]
-        size = self._k[:, 0].numel() * 2 * self._k.element_size() * num_blocks
+        size = self.block_bytes * num_blocks
         if len(payload) != size or data[start : start + 8] != struct.pack("<II", num_blocks, zlib.crc32(payload)):
             raise EngineError(f"These KV blocks are damaged, or not {num_blocks} in number.")
         return payload

@@ -5,6 +5,7 @@
     grow       makes the positions of the next chunk writable: new blocks, and a copy of a block that others read
     commit     puts blocks that a committed step filled into the index; if another sequence was faster, its block
                takes the place of ours
+    adopt      puts blocks that another engine computed into the index, where nobody holds them
     trim       gives back blocks that only held draft tokens which turned out wrong
     release    gives all references back; indexed blocks stay cached until they are evicted
 
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from engine.cache.blocks import BlockPool
 from engine.cache.loans import Loans
-from engine.cache.prefix import Entry, PrefixIndex
+from engine.cache.prefix import Entry, PrefixIndex, Scope
 from engine.cache.sequence import Sequence
 
 
@@ -76,6 +77,36 @@ class BlockTables:
         if self._index is None or seq.scope is None:
             return []
         return self._index.match(seq.scope, seq.block_keys, seq.tokens)
+
+    def cached(self, prompt_ids: Ids[int], *, salt: str, adapter: str) -> list[Entry]:
+        """The longest cached chain of the full blocks of a prompt that has no sequence."""
+        if self._index is None:
+            return []
+        keys = self.prefix_keys(prompt_ids, salt=salt, adapter=adapter)
+        return self._index.match(self._index.scope(adapter, salt), keys, prompt_ids)
+
+    def adopt(
+        self, prompt_ids: Ids[int], depths: range, *, salt: str, adapter: str, fill: Callable[[list[int]], None]
+    ) -> int:
+        """Puts the full blocks at `depths` of a prompt into the index, once `fill` has written them. Returns how many
+        are new: none where the blocks before them aren't cached, or no room is left."""
+        chain = self.cached(prompt_ids, salt=salt, adapter=adapter)
+        if self._index is None or len(chain) < depths.start or depths.stop <= len(chain):
+            return 0
+        held = [entry.block for entry in chain]
+        self.pool.share(held)  # room for the new ones isn't made of those before them
+        try:
+            if len(depths) > self.pool.num_available:
+                return 0
+            blocks = self.pool.allocate(len(depths))
+            self.pool.forget_freed(blocks)
+            try:
+                fill(blocks)
+                return self._insert(prompt_ids, depths, blocks, chain, self._index.scope(adapter, salt))
+            finally:
+                self.pool.release(reversed(blocks))
+        finally:
+            self.pool.release(reversed(held))
 
     def admit(self, seq: Sequence, chain: list[Entry]) -> None:
         """Gives the sequence the blocks of `chain`, as `match` just found it."""
@@ -175,6 +206,18 @@ class BlockTables:
                 assert entry.block == seq.block_ids[depth], f"{seq.id}: block {depth} is not its entry's"
                 assert entry.parent is (seq.entries[depth - 1] if depth else None), f"{seq.id}: broken chain"
                 assert not self.pool.is_writable(entry.block), f"{seq.id}: an indexed block is writable"
+
+    def _insert(self, prompt_ids: Ids[int], depths: range, blocks: list[int], chain: list[Entry], scope: Scope) -> int:
+        assert self._index is not None, "nothing is adopted without an index"
+        keys: list[bytes] = []
+        self._index.extend_keys(keys, scope, prompt_ids, len(prompt_ids))
+        parent, num_new = (chain[depths.start - 1] if depths.start else None), 0
+        for depth, block in zip(depths, blocks, strict=True):
+            parent = self._index.insert(parent, scope, keys[depth], prompt_ids, depth, block)
+            if parent.block == block:
+                self.pool.retain(block, depth)
+                num_new += 1
+        return num_new
 
     def _admit_whole(self, seq: Sequence, last: Entry) -> int:
         """Copies the block of the last token; without a free block that token's block is computed again."""

@@ -133,9 +133,8 @@ class Run:
         return sum(u.hit_tokens + (n - 1) * u.prompt_tokens for u, n in zip(usages, self.repeats, strict=True))
 
 
-def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None) -> Run:
-    """Reads, tokenizes, plans and runs the file. Raises EngineError when a line fails."""
-    start = time.perf_counter()
+def planned_rows(text: TextModel, path: Path, limit: int | None) -> tuple[list[Request], list[int]]:
+    """Reads, tokenizes and plans the file: its requests in their order, and how many lines each answers."""
     with path.open(encoding="utf-8") as file:
         bodies = [json.loads(line)["body"] for line in file if line.strip()][:limit]
     prompts = text.encode_prompts([text.render(body["messages"]) for body in bodies])
@@ -149,6 +148,13 @@ def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None)
     )
     firsts = [row.members[0] for row in plan.rows]
     rows = [Request(id=str(i), prompt_ids=prompts[i], params=params[i]) for i in firsts]
+    return rows, [len(row.members) for row in plan.rows]
+
+
+def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None) -> Run:
+    """Reads, tokenizes, plans and runs the file. Raises EngineError when a line fails."""
+    start = time.perf_counter()
+    rows, repeats = planned_rows(text, path, limit)
     for row in rows:
         engine.add(row)
     completions: dict[str, Completion] = {}
@@ -164,7 +170,7 @@ def run_workload(engine: Engine, text: TextModel, path: Path, limit: int | None)
     failed = [c for c in completions.values() if c.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)]
     if failed:
         raise EngineError(f"{len(failed)} of {len(rows)} requests failed; the first says: {failed[0].error_message}")
-    return Run(wall_s, rows, [len(row.members) for row in plan.rows], completions, decode_s, decode_tokens)
+    return Run(wall_s, rows, repeats, completions, decode_s, decode_tokens)
 
 
 def _settled_tokens(stats: EngineStats) -> int:

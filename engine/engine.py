@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Protocol, cast
 
 from engine.answer import Answer
+from engine.cache.passing import BlockBytes, Origin, Passing
 from engine.cache.prefix import PrefixIndex
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.choices import Choices
@@ -112,6 +113,7 @@ class Engine:
             self._block_bytes = memory.kv_bytes // max(runner.num_blocks, 1)
         self._runner = runner
         self._text = text
+        self._weight_format = config.weight_format
         self._vocab_size, self._context_tokens = runner.vocab_size, runner.context_tokens
         self._backlog = _BACKLOG_STEPS * config.max_running
         index = PrefixIndex(block_tokens=config.block_tokens, layout=runner.layout_id, model=runner.digest)
@@ -157,6 +159,14 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do or to hand out."""
         return self._intake.has_work() or self.scheduler.has_work() or self._flight is not None
+
+    def passing(self) -> Passing:
+        """Its cached prefixes, for another engine or from one (engine/split). On the thread that steps."""
+        pool: BlockBytes | None = getattr(self._runner, "pool", None)
+        if pool is None:
+            raise EngineError("The blocks of this engine's runner can't be passed on.")
+        origin = Origin(layout=self._runner.layout_id, model=self._runner.digest, weights=self._weight_format)
+        return Passing(self.scheduler.tables, pool, origin)
 
     def num_unfinished(self) -> int:
         """Requests whose completion hasn't been handed out."""

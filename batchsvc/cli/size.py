@@ -18,6 +18,7 @@ from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import JsonOption
 from batchsvc.cli.report import wants_color
+from batchsvc.cli.size_split import DEFAULT_MIX, SplitAnswer, split_answer, split_document, split_rows
 from batchsvc.money import format_dollars, parse_dollars
 from engine.memory.cards import CARDS
 
@@ -54,6 +55,7 @@ class Answer:
     split: int | None
     batch: int
     ways_out: list[WayOut]
+    halves: SplitAnswer | None
 
 
 def size(
@@ -78,6 +80,16 @@ def size(
     ] = "h100",
     cards: Annotated[str | None, typer.Option(metavar="N", help="How many (default: as many as it takes).")] = None,
     price: Annotated[str | None, typer.Option(metavar="DOLLARS", help="Of an hour of one card.")] = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Also say whether prefill and decode on pools of their own would pay.")
+    ] = False,
+    mix: Annotated[
+        str,
+        typer.Option(metavar="P:O", help="With --split: tokens of a prompt and an answer; P:O:50 if half is cached."),
+    ] = DEFAULT_MIX,
+    prefill_card: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --split: for prefill (default: the one that costs least).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what memory a model takes, what it fits on, and how fast it can decode there at most.
@@ -111,7 +123,8 @@ def size(
     workload = Workload(context_tokens=tokens or shape.context_tokens, concurrency=sequences, weights=weight, kv=cache)
     if workload.context_tokens > shape.context_tokens:
         console.say(f"{model} was made for contexts of up to {shape.context_tokens:,} tokens.")
-    answer = _answer(model, shape, workload, chosen, count, is_default_price=price is None)
+    halves = split_answer(shape, workload, chosen, mix=mix, prefill_card=prefill_card) if split else None
+    answer = _answer(model, shape, workload, chosen, count, halves, is_default_price=price is None)
     console.result(_document(answer))
     console.out(_text(answer))
     if not answer.fits:
@@ -135,7 +148,14 @@ def _priced(card: Card, price: str | None) -> Card:
 
 
 def _answer(
-    name: str, shape: ModelShape, workload: Workload, card: Card, count: int | None, *, is_default_price: bool
+    name: str,
+    shape: ModelShape,
+    workload: Workload,
+    card: Card,
+    count: int | None,
+    halves: SplitAnswer | None,
+    *,
+    is_default_price: bool,
 ) -> Answer:
     from engine.memory import fit
     from engine.memory.sizing import demand
@@ -155,6 +175,7 @@ def _answer(
         split=fit.tensor_parallel(shape, needs, card, at_least=cards),
         batch=fit.largest_batch(shape, workload, card, cards),
         ways_out=[] if is_held else fit.ways_out(shape, workload, card, cards),
+        halves=halves,
     )
 
 
@@ -218,6 +239,7 @@ def _document(answer: Answer) -> dict[str, Any]:
             }
             for way in answer.ways_out
         ],
+        **({} if answer.halves is None else {"split": split_document(answer.halves)}),
     }
 
 
@@ -247,6 +269,8 @@ def _text(answer: Answer) -> str:
     if answer.batch and answer.batch != workload.concurrency:
         rows.append(("largest batch", f"{answer.batch:,}", f"sequences of this context on {answer.cards:,} x {card}"))
         rows += _speed_rows(answer, answer.batch, "  with it")
+    if answer.halves is not None:
+        rows += split_rows(answer.halves)
     return f"{head}\n\n{_table(rows)}"
 
 

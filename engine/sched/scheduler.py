@@ -97,6 +97,11 @@ class Scheduler:
         self._may_admit = True  # False: nothing changed since the waiting ones were found not to fit
 
     @property
+    def tables(self) -> BlockTables:
+        """Who has which block."""
+        return self._tables
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

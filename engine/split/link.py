@@ -1,0 +1,105 @@
+"""A connection to another engine: messages go in and out without ever holding up a step.
+
+One thread writes, one reads. Where nothing else is to be said a beat is, so that a peer that says nothing at all for
+`silence_s` counts as lost, whether it died, hangs, or its host is gone. A lost link has an `ending` and stays lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import Protocol
+
+from engine.errors import PeerError
+from engine.split.messages import Bye, Message, decode, encode
+
+SILENCE_S = 20.0
+_BEATS = 4  # in the time after which a silent peer counts as lost
+_BEAT = b""
+
+
+class Wire(Protocol):
+    """A transport of frames between two processes. Both calls wait, and raise PeerError when the peer is gone or was
+    silent for too long; `send` and `receive` are called by one thread each."""
+
+    def send(self, frame: bytes) -> None: ...
+    def receive(self) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class Link:
+    """`wake` is set when there is something to take. `name` says in sentences who the peer is."""
+
+    def __init__(self, wire: Wire, name: str, wake: threading.Event, *, silence_s: float = SILENCE_S) -> None:
+        self.name = name
+        self.ending: str | None = None
+        self._wire = wire
+        self._wake = wake
+        self._beat_s = silence_s / _BEATS
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: deque[Message] = deque()
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name=f"link to {name}", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Doesn't wait. On a lost link it goes nowhere."""
+        if self.ending is None:
+            self._outbox.put(message)
+
+    def take(self) -> list[Message]:
+        """What came since the last call; the last of it may have come before the link was lost."""
+        taken = []
+        while self._inbox:
+            taken.append(self._inbox.popleft())
+        return taken
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take, or it was lost."""
+        return bool(self._inbox) or self.ending is not None
+
+    def close(self, sentence: str = "") -> None:
+        """Says goodbye and ends the link."""
+        self.send(Bye(sentence=sentence))
+        self._outbox.put(None)
+        self._end(sentence or "It was closed.")
+
+    def _write(self) -> None:
+        try:
+            while True:
+                try:
+                    message = self._outbox.get(timeout=self._beat_s)
+                except queue.Empty:
+                    self._wire.send(_BEAT)
+                    continue
+                if message is None:
+                    return
+                self._wire.send(encode(message))
+        except PeerError as error:
+            self._end(str(error))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = self._wire.receive()
+                if frame == _BEAT:
+                    continue
+                message = decode(frame)
+                if isinstance(message, Bye):
+                    self._end(message.sentence or f"{self.name} said goodbye.")
+                    return
+                if self.ending is not None:
+                    continue  # until the peer has read our goodbye
+                self._inbox.append(message)
+                self._wake.set()
+        except PeerError as error:
+            self._end(str(error))
+        finally:
+            self._outbox.put(None)
+            self._wire.close()
+
+    def _end(self, sentence: str) -> None:
+        if self.ending is None:
+            self.ending = sentence
+            self._wake.set()

@@ -1,0 +1,89 @@
+"""The prefill engines that a decode engine knows: it connects to each of their addresses, again and again.
+
+Connecting waits for the other side, so it has a thread of its own. An address that was refused, by us or by them, is
+tried less often, and the reason is kept for whoever asks why nothing comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+from engine.errors import PeerError
+from engine.split.link import SILENCE_S, Link
+from engine.split.wires import connect
+
+_AGAIN_S = 0.5
+_REFUSED_AGAIN_S = 2.0
+
+
+class Peers:
+    """`addresses` are asked for each time, so they may come and go. Thread-safe."""
+
+    def __init__(
+        self, addresses: Callable[[], Iterable[str]], wake: threading.Event, *, silence_s: float = SILENCE_S
+    ) -> None:
+        self._addresses = addresses
+        self._wake = wake
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._new: deque[Link] = deque()
+        self._links: dict[str, Link] = {}
+        self._reasons: dict[str, str] = {}
+        self._not_before: dict[str, float] = {}
+        self._stopped = threading.Event()
+        threading.Thread(target=self._connect, name="split peers", daemon=True).start()
+
+    @property
+    def has_new(self) -> bool:
+        return bool(self._new)
+
+    def take_new(self) -> list[Link]:
+        """Links that were made since the last call."""
+        taken = []
+        while self._new:
+            taken.append(self._new.popleft())
+        return taken
+
+    def refused(self, link: Link, sentence: str) -> None:
+        """Nothing can be done with who is there: it is asked again later."""
+        with self._lock:
+            self._reasons[link.name] = sentence
+            self._not_before[link.name] = monotonic() + _REFUSED_AGAIN_S
+
+    def reason(self) -> str | None:
+        """Why the last one that failed did; None where none did."""
+        with self._lock:
+            return next((f"{name}: {reason}" for name, reason in self._reasons.items()), None)
+
+    def close(self) -> None:
+        self._stopped.set()
+
+    def _connect(self) -> None:
+        while not self._stopped.is_set():
+            wanted = list(self._addresses())
+            with self._lock:
+                due = [name for name in wanted if self._not_before.get(name, 0.0) <= monotonic()]
+                for known in (self._reasons, self._not_before):
+                    for name in known.keys() - set(wanted):
+                        del known[name]
+            for address in due:
+                link = self._links.get(address)
+                if link is None or link.ending is not None:
+                    self._try(address)
+            self._stopped.wait(_AGAIN_S)
+
+    def _try(self, address: str) -> None:
+        try:
+            wire = connect(address, silence_s=self._silence_s)
+        except PeerError as error:
+            with self._lock:
+                self._reasons[address] = str(error)
+            return
+        with self._lock:
+            self._reasons.pop(address, None)
+        link = self._links[address] = Link(wire, address, self._wake, silence_s=self._silence_s)
+        self._new.append(link)
+        self._wake.set()

@@ -1,0 +1,235 @@
+"""The prefill side: computes prompts for decode engines, as far as these have room, and sends them the blocks.
+
+It keeps nothing that anybody would miss: when it is killed, whoever asked asks another one. A prompt's blocks are
+announced to the cache as needed until they are sent; if they were evicted all the same, the decode engine is sent what
+is left and computes the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.cache.passing import Passing, Prefix
+from engine.engine import Engine
+from engine.errors import PeerError
+from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
+from engine.split.credits import Purse
+from engine.split.link import SILENCE_S, Link
+from engine.split.messages import Blocks, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check
+from engine.split.wires import Listener
+
+ROLE = "prefill"
+_FRAME_BYTES = 32 << 20  # blocks of a prompt go in pieces of about this size
+_WINDOW_STEPS = 4
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)  # the token is sampled once more where the answer is
+_WAIT_S = 0.05
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A decode side: its prompts that wait, and those that run or are offered."""
+
+    link: Link
+    number: int
+    purse: Purse | None = None  # None: it hasn't said what it is
+    waiting: dict[str, Prompt] = field(default_factory=dict)
+    running: dict[str, Prefix] = field(default_factory=dict)
+    offered: dict[str, Prefix] = field(default_factory=dict)
+
+    def name(self, prompt_id: str) -> str:
+        """Of a prompt among those of all peers."""
+        return f"{self.number}/{prompt_id}"
+
+
+@dataclass(slots=True)
+class PrefillStats:
+    """Totals since the start. `sent_bytes` are those of the blocks alone."""
+
+    prompts: int = 0
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    spared_blocks: int = 0  # offered, and there already
+
+
+class PrefillSide:
+    """Serves decode engines with `engine`, which is its alone. `step` is called again and again on one thread."""
+
+    def __init__(self, engine: Engine, listener: Listener, *, step_tokens: int, silence_s: float = SILENCE_S) -> None:
+        self.stats = PrefillStats()
+        self._engine = engine
+        self._listener = listener
+        self._passing: Passing = engine.passing()
+        self._window_tokens = _WINDOW_STEPS * step_tokens
+        self._silence_s = silence_s
+        self._peers: list[_Peer] = []
+        self._arrived: deque[_Peer] = deque()
+        self._owners: dict[str, tuple[_Peer, str]] = {}  # of requests in the engine
+        self._busy_blocks = 0
+        self._wake = threading.Event()
+        threading.Thread(target=self._accept, name="split accept", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where decode engines find it."""
+        return self._listener.address
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def step(self) -> None:
+        """Hears the peers, begins what they have credit for, and computes a step; waits a little without work."""
+        self._wake.clear()
+        for peer in self._welcome():
+            try:
+                for message in peer.link.take():
+                    self._hear(peer, message)
+            except PeerError as error:
+                peer.link.close(str(error))
+            if peer.link.ending is not None:
+                self._lose(peer)
+        self._begin()
+        if not self._engine.has_work():
+            self._wake.wait(_WAIT_S)
+            return
+        for completion in self._engine.step().completions:
+            self._offer(completion)
+
+    def close(self) -> None:
+        """Says goodbye to all."""
+        self._listener.close()
+        for peer in self._peers:
+            peer.link.close("The prefill engine was stopped.")
+        self._engine.close()
+
+    def _accept(self) -> None:
+        for number in itertools.count(1):
+            try:
+                wire = self._listener.accept()
+            except PeerError:
+                return
+            link = Link(wire, f"Decode engine {number}", self._wake, silence_s=self._silence_s)
+            self._arrived.append(_Peer(link, number))
+            self._wake.set()
+
+    def _welcome(self) -> list[_Peer]:
+        while self._arrived:
+            peer = self._arrived.popleft()
+            self._peers.append(peer)
+            peer.link.send(Hello(origin=self._passing.origin, role=ROLE, window_tokens=self._window_tokens))
+        return list(self._peers)
+
+    def _hear(self, peer: _Peer, message: Message) -> None:
+        if isinstance(message, Hello):
+            check(message, ROLE, self._passing.origin)
+            peer.purse = Purse(message.most_blocks)
+        elif peer.purse is None:
+            raise PeerError("The other side spoke before it said what it is.")
+        elif isinstance(message, Credit):
+            peer.purse.blocks += message.blocks
+        elif isinstance(message, Prompt):
+            num_blocks = len(message.token_ids) // self._passing.block_tokens
+            if not num_blocks or num_blocks * self._passing.block_tokens != len(message.token_ids):
+                raise PeerError("The other side sent a prompt that isn't whole blocks long.")
+            if message.id in peer.waiting or message.id in peer.running or message.id in peer.offered:
+                raise PeerError("The other side sent a prompt twice.")
+            peer.waiting[message.id] = message
+            peer.purse.queue(message.id, num_blocks)
+        elif isinstance(message, Want):
+            self._send(peer, message)
+        elif isinstance(message, Cancel):
+            self._cancel(peer, message.id)
+        else:
+            raise PeerError("The other side sent what only a prefill engine may send.")
+
+    def _begin(self) -> None:
+        """Takes prompts for which there is credit, until those that aren't sent yet fill half of the pool."""
+        for peer in self._peers:
+            while peer.purse is not None and self._busy_blocks <= self._passing.num_blocks // 2:
+                prompt_id = peer.purse.next()
+                if prompt_id is None:
+                    break
+                prompt = peer.waiting.pop(prompt_id)
+                prefix = Prefix(token_ids=prompt.token_ids, salt=prompt.salt, adapter=prompt.adapter)
+                self._take(peer, prompt, prefix)
+
+    def _take(self, peer: _Peer, prompt: Prompt, prefix: Prefix) -> None:
+        name, num_tokens = peer.name(prompt.id), len(prompt.token_ids)
+        self.stats.prompts += 1
+        self._busy_blocks += num_tokens // self._passing.block_tokens
+        self._engine.scheduler.expect(
+            name,
+            Expectation(prompt_ids=prompt.token_ids, uses=((num_tokens, 1),), salt=prompt.salt, adapter=prompt.adapter),
+        )
+        if self._passing.num_cached(prefix) * self._passing.block_tokens == num_tokens:
+            self._tell(peer, prompt.id, prefix, hit_tokens=num_tokens)
+            return
+        peer.running[prompt.id] = prefix
+        self._owners[name] = (peer, prompt.id)
+        self._engine.add(
+            Request(
+                id=name,
+                prompt_ids=prompt.token_ids,
+                params=_PARAMS,
+                salt=prompt.salt,
+                lane=prompt.lane,
+                adapter=prompt.adapter,
+            )
+        )
+
+    def _offer(self, completion: Completion) -> None:
+        """A prompt came to its end."""
+        peer, prompt_id = self._owners.pop(completion.request_id)
+        prefix = peer.running.pop(prompt_id, None)
+        if prefix is None:  # cancelled
+            return
+        if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._forget(peer, prompt_id, prefix)
+            peer.link.send(Offer(id=prompt_id, keys=()))
+            return
+        hit_tokens = completion.usage.hit_tokens
+        is_whole = hit_tokens == len(prefix.token_ids) - 1  # its last token is computed again, wherever it was cached
+        self._tell(peer, prompt_id, prefix, hit_tokens=hit_tokens + is_whole)
+
+    def _tell(self, peer: _Peer, prompt_id: str, prefix: Prefix, *, hit_tokens: int) -> None:
+        peer.offered[prompt_id] = prefix
+        keys = self._passing.keys(prefix)[: self._passing.num_cached(prefix)]
+        peer.link.send(Offer(id=prompt_id, keys=keys, hit_tokens=hit_tokens))
+
+    def _send(self, peer: _Peer, want: Want) -> None:
+        prefix = peer.offered.pop(want.id, None)
+        if prefix is None:
+            return
+        num_blocks = self._passing.num_cached(prefix)
+        piece = max(1, _FRAME_BYTES // self._passing.block_bytes)
+        starts = range(want.first, num_blocks, piece) or (want.first,)
+        for start in starts:
+            depths, data = self._passing.export(prefix, range(start, min(start + piece, num_blocks)))
+            is_last = start + piece >= num_blocks
+            peer.link.send(Blocks(id=want.id, first=start, count=len(depths), is_last=is_last, data=data))
+            self.stats.sent_blocks += len(depths)
+            self.stats.sent_bytes += len(depths) * self._passing.block_bytes
+        self.stats.spared_blocks += min(want.first, num_blocks)
+        self._forget(peer, want.id, prefix)
+
+    def _cancel(self, peer: _Peer, prompt_id: str) -> None:
+        if peer.waiting.pop(prompt_id, None) is not None and peer.purse is not None:
+            peer.purse.cancel(prompt_id)
+        prefix = peer.running.pop(prompt_id, None)
+        if prefix is not None:
+            self._engine.abort(peer.name(prompt_id))
+        prefix = prefix or peer.offered.pop(prompt_id, None)
+        if prefix is not None:
+            self._forget(peer, prompt_id, prefix)
+
+    def _forget(self, peer: _Peer, prompt_id: str, prefix: Prefix) -> None:
+        self._busy_blocks -= len(prefix.token_ids) // self._passing.block_tokens
+        self._engine.scheduler.expect(peer.name(prompt_id), None)
+
+    def _lose(self, peer: _Peer) -> None:
+        self._peers.remove(peer)
+        for prompt_id in [*peer.waiting, *peer.running, *peer.offered]:
+            self._cancel(peer, prompt_id)

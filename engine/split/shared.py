@@ -1,0 +1,136 @@
+"""Frames between processes of one host: large ones lie in shared memory, a local socket says where.
+
+A large frame is a memory file without a name, whose descriptor goes through the socket: whenever a side is killed, the
+kernel takes back what nobody holds any more, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from engine.errors import PeerError
+
+_HEAD = struct.Struct("<QB")  # length, whether it lies in shared memory
+_SMALL_BYTES = 1 << 16
+MOST_BYTES = 1 << 30
+"""Of a frame: what a damaged length would have us wait for."""
+
+
+class SharedWire:
+    """One end of a local socket."""
+
+    def __init__(self, connection: socket.socket, *, silence_s: float) -> None:
+        connection.settimeout(silence_s)
+        self._socket = connection
+        self._silence_s = silence_s
+
+    def send(self, frame: bytes) -> None:
+        head = _HEAD.pack(len(frame), len(frame) > _SMALL_BYTES)
+        try:
+            if len(frame) <= _SMALL_BYTES:
+                self._socket.sendall(head + frame)
+                return
+            descriptor = os.memfd_create("kv", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, len(frame))
+                with mmap.mmap(descriptor, len(frame)) as memory:
+                    memory[:] = frame
+                sent = socket.send_fds(self._socket, [head], [descriptor])
+                self._socket.sendall(head[sent:])
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self) -> bytes:
+        descriptors: list[int] = []
+        try:
+            head = self._exactly(_HEAD.size, descriptors)
+            size, is_shared = _HEAD.unpack(head)
+            if size > MOST_BYTES or bool(is_shared) != bool(descriptors):
+                raise PeerError("The other side sent something that isn't a frame.")
+            return _mapped(descriptors[0], size) if is_shared else self._exactly(size, descriptors)
+        except OSError as error:
+            raise self._lost(error) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _exactly(self, size: int, descriptors: list[int]) -> bytes:
+        parts, missing = [], size
+        while missing:
+            part, found, _, _ = socket.recv_fds(self._socket, min(missing, 1 << 20), 1)
+            descriptors += found
+            if not part:
+                raise PeerError("The other side is gone.")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def _lost(self, error: OSError) -> PeerError:
+        if isinstance(error, TimeoutError):
+            return PeerError(f"The other side was silent for {self._silence_s:g} s.")
+        return PeerError("The other side is gone.")
+
+
+def _mapped(descriptor: int, size: int) -> bytes:
+    if os.fstat(descriptor).st_size != size:
+        raise PeerError("The other side sent a frame of another length than it said.")
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory:
+        return memory[:]
+
+
+class SharedListener:
+    """Takes connections at a path of the file system. Raises PeerError when that can't be listened on."""
+
+    def __init__(self, path: str, *, silence_s: float) -> None:
+        self.address = f"shm://{path}"
+        self._path = Path(path)
+        self._silence_s = silence_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError):  # of an earlier process, which was killed
+            if stat.S_ISSOCK(self._path.lstat().st_mode):
+                self._path.unlink()
+        try:
+            self._socket.bind(path)
+            self._path.chmod(0o600)
+        except OSError as error:
+            raise PeerError(f"Can't listen at {self.address}: {error.strerror or error}.") from error
+        self._socket.listen()
+
+    def accept(self) -> SharedWire:
+        """Waits for the next one. Raises PeerError once the listener is closed."""
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as error:
+            raise PeerError("The listener is closed.") from error
+        return SharedWire(connection, silence_s=self._silence_s)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def connect(path: str, *, silence_s: float) -> SharedWire:
+    """Raises PeerError when nobody listens there."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise PeerError(f"No prefill engine listens at shm://{path}: {error.strerror or error}.") from error
+    return SharedWire(connection, silence_s=silence_s)

@@ -1,0 +1,221 @@
+"""Transports: frames of any size in order, both ways at once; who dies or falls silent is noticed, never waited for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.errors import PeerError
+from engine.split import nixl_wire, wires
+from engine.split.link import Link, Wire
+from engine.split.messages import Bye, Cancel, Credit
+from engine.split.shared import SharedWire
+
+SILENCE_S = 1.0
+KINDS = ("shm", "gloo")
+Pair = tuple[Wire, Wire]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def address(kind: str, tmp_path: Path) -> str:
+    return f"shm://{tmp_path}/s" if kind == "shm" else "gloo://127.0.0.1:0"
+
+
+@pytest.fixture
+def listener(address: str) -> Iterator[wires.Listener]:
+    made = wires.listen(address, silence_s=SILENCE_S)
+    yield made
+    made.close()
+
+
+_opened: list[Wire] = []
+
+
+@pytest.fixture(autouse=True)
+def _closing() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def pair(listener: wires.Listener) -> Pair:
+    found: list[Wire] = []
+    thread = threading.Thread(target=lambda: found.append(listener.accept()))
+    thread.start()
+    mine = wires.connect(listener.address, silence_s=SILENCE_S)
+    thread.join()
+    _opened.extend((mine, found[0]))
+    return mine, found[0]
+
+
+def in_thread(action: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=action)
+    thread.start()
+    return thread
+
+
+def test_frames_of_any_size_arrive_in_order_both_ways(listener: wires.Listener) -> None:
+    here, there = pair(listener)
+    frames = [b"", b"a", b"", os.urandom(70_000), b"x" * (1 << 16), os.urandom(3_000_000), b"end"]
+    senders = [in_thread(lambda wire=wire: [wire.send(frame) for frame in frames]) for wire in (here, there)]
+    backwards: list[bytes] = []
+    reader = in_thread(lambda: backwards.extend(here.receive() for _ in frames))
+    assert [there.receive() for _ in frames] == frames
+    for thread in (*senders, reader):
+        thread.join()
+    assert backwards == frames
+
+
+def test_several_connect_and_each_has_its_own(listener: wires.Listener) -> None:
+    first, second = pair(listener), pair(listener)
+    senders = [
+        in_thread(lambda wire=wire, name=name: wire.send(name)) for wire, name in ((first[0], b"1"), (second[0], b"2"))
+    ]
+    assert (second[1].receive(), first[1].receive()) == (b"2", b"1")
+    for thread in senders:
+        thread.join()
+
+
+def test_a_closed_end_is_noticed_at_once(listener: wires.Listener) -> None:
+    here, there = pair(listener)
+    here.close()
+    with pytest.raises(PeerError, match="gone"):
+        there.receive()
+
+
+def test_a_silent_peer_counts_as_lost(listener: wires.Listener) -> None:
+    here, there = pair(listener)
+    with pytest.raises(PeerError, match="silent for 1 s"):
+        there.receive()
+    here.close()
+
+
+def test_nobody_listens(kind: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = f"shm://{tmp_path}/nobody" if kind == "shm" else f"gloo://127.0.0.1:{port}"
+    with pytest.raises(PeerError, match="No prefill engine listens at"):
+        wires.connect(address)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "gloo", "gloo://host", "gloo://:5", "tcp://host:5", "shm://host/path", "gloo://h:x", "gloo://h:5/p"]
+)
+def test_what_is_no_address_is_refused(bad: str) -> None:
+    with pytest.raises(PeerError, match="is no address of a prefill engine"):
+        wires.parse(bad)
+
+
+def test_who_listens_everywhere_could_not_be_found() -> None:
+    with pytest.raises(PeerError, match="is no address that others could connect to"):
+        wires.listen("gloo://0.0.0.0:0")
+
+
+def test_an_address_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PeerError, match="Can't listen at gloo://"):
+        wires.listen(f"gloo://127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_the_store_listens_on_its_own_address_only() -> None:
+    listener = wires.listen("gloo://127.0.0.1:0", silence_s=SILENCE_S)
+    port = int(listener.address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.2", port)):  # free, unless somebody listens everywhere
+        listener.close()
+
+
+def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither when a frame is read nor when nobody reads it."""
+    mine, theirs = (SharedWire(end, silence_s=SILENCE_S) for end in socket.socketpair())
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    mine.send(bytes(1 << 20))
+    assert theirs.receive() == bytes(1 << 20)
+    mine.send(bytes(1 << 20))
+    theirs.close()
+    mine.close()
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened - 2
+
+
+def linked(listener: wires.Listener) -> tuple[Link, Link, threading.Event]:
+    wake = threading.Event()
+    here, there = pair(listener)
+    return Link(here, "A", wake, silence_s=SILENCE_S), Link(there, "B", wake, silence_s=SILENCE_S), wake
+
+
+def until(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.01)
+
+
+def test_a_link_beats_when_nothing_is_said_and_carries_what_is(listener: wires.Listener) -> None:
+    here, there, wake = linked(listener)
+    time.sleep(1.5 * SILENCE_S)
+    assert here.ending is None
+    assert there.ending is None
+    wake.clear()
+    for number in range(3):
+        here.send(Credit(blocks=number))
+    there.send(Cancel(id="x"))
+    heard: list[object] = []
+    until(lambda: bool(heard.extend(there.take()) or len(heard) == 3))
+    assert heard == [Credit(blocks=number) for number in range(3)]
+    until(lambda: here.take() == [Cancel(id="x")])
+    assert wake.is_set()
+    here.close("That is all.")
+    until(lambda: there.ending is not None)
+    assert there.ending == "That is all."
+    assert here.ending == "That is all."
+
+
+def test_what_is_no_message_ends_a_link(listener: wires.Listener) -> None:
+    here, there = pair(listener)
+    link = Link(there, "B", threading.Event(), silence_s=SILENCE_S)
+    here.send(b"nonsense")
+    until(lambda: link.ending is not None)
+    assert "isn't a message" in str(link.ending)
+    link.send(Bye())
+    here.close()
+
+
+def has_nixl() -> bool:
+    return any(importlib.util.find_spec(name) for name in nixl_wire._NAMES)
+
+
+@pytest.mark.skipif(has_nixl(), reason="NIXL is installed: the test below runs instead")
+def test_without_nixl_its_addresses_are_refused_with_the_way_out() -> None:
+    for use in (wires.listen, wires.connect):
+        with pytest.raises(PeerError, match="need NIXL, which isn't installed: pip install nixl, or use gloo://"):
+            use("nixl://127.0.0.1:0")
+
+
+@pytest.mark.skipif(not has_nixl(), reason="NIXL isn't installed, as on any machine without CUDA")
+def test_nixl_carries_frames_too() -> None:
+    listener = wires.listen("nixl://127.0.0.1:0", silence_s=10.0)
+    here, there = pair(listener)
+    frames = [b"a", os.urandom(70_000), b"", os.urandom(3_000_000), b"end"]
+    backwards: list[bytes] = []
+    workers = [in_thread(lambda wire=wire: [wire.send(frame) for frame in frames]) for wire in (here, there)]
+    workers.append(in_thread(lambda: backwards.extend(here.receive() for _ in frames)))
+    assert [there.receive() for _ in frames] == frames
+    for thread in workers:
+        thread.join()
+    assert backwards == frames
+    here.close()
+    with pytest.raises(PeerError):
+        there.receive()
+    listener.close()

@@ -1,4 +1,8 @@
-"""What a quantized copy says of the model that it was made from: `batchsvc.json` in its directory; no torch."""
+"""What a model that we wrote says of where it comes from: `batchsvc.json` in its directory; no torch.
+
+A quantized copy names the model that it was made from, a student the teacher that it was distilled from. Both may be
+bound to a project: whose lines have trained a student may use it, and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,26 @@ def origin_of(path: Path) -> Origin | None:
     return Origin(found["model"], found["digest"])
 
 
+def project_of(path: Path) -> str | None:
+    """The project that alone may use the model at `path`; None: everybody may. Raises ModelError for a file that says
+    nothing usable."""
+    file = path / FILE
+    if not path.is_dir() or not file.exists():
+        return None
+    found = read_json(file).get("project")
+    if found is not None and not (isinstance(found, str) and found):
+        raise ModelError(f"{file} doesn't say whose the model is (project).")
+    return found
+
+
 def described(model: str, meta: ModelMeta, recipe: dict[str, Any]) -> dict[str, Any]:
     """What that file holds for a copy of the model that is called `model`, made by this recipe."""
+    project = project_of(meta.path)
+    bound = {} if project is None else {"project": project}
+    return {"made_from": source(model, meta), **bound, **recipe}
+
+
+def source(model: str, meta: ModelMeta) -> dict[str, str]:
+    """The model that is called `model`, as such a file names it: how to find it again, and its digest."""
     is_name = model in KNOWN_MODELS or model.startswith("hf:")
-    spelled = model if is_name else str(meta.path.resolve())
-    return {"made_from": {"model": spelled, "digest": meta.digest}, **recipe}
+    return {"model": model if is_name else str(meta.path.resolve()), "digest": meta.digest}

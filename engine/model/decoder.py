@@ -5,14 +5,19 @@ The residual stream stays float32; what the other tensors are is the business of
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.batch import StepInputs
 from engine.cache.pool import KVPool
 from engine.kernels import Kernels, Matrix, Rows
+from engine.kernels.reference import best
 from engine.model.config import ModelConfig
 from engine.model.layers import Layer, Weights, on_device
 from engine.model.rope import Angles, Rope
+
+_UNSCORED = -1e30
+"""The logit of tokens that a reduced head doesn't score: finite, as a sum of logits tells whether a row is sound."""
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
@@ -57,18 +62,31 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> float32 [R, vocab]."""
         logits = self._kernels.logits(self._kernels.linear(self._head_rows(hidden), self._weights.head))
-        cap = self.config.logit_softcap
-        return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
+        cap, ids = self.config.logit_softcap, self._weights.head_ids
+        logits = logits if not cap else logits.div_(cap).tanh_().mul_(cap)
+        if ids is None:
+            return logits
+        return logits.new_full((len(logits), self.config.vocab_size), _UNSCORED).index_copy_(1, ids, logits)
 
     def best(self, hidden: Tensor, allowed: Tensor | None = None) -> Tensor:
         """hidden [R, hidden] -> the likeliest ids, int64 [R], without their logits; -1 where a logit isn't finite.
         `allowed` int32 [M, words] are masks of ids for the first M rows."""
-        return self._kernels.best(self._head_rows(hidden), self._weights.head, allowed)
+        ids = self._weights.head_ids
+        if ids is None:
+            return self._kernels.best(self._head_rows(hidden), self._weights.head, allowed)
+        if allowed is not None:  # of all ids, so all are scored
+            return best(self.logits(hidden), allowed)
+        places = self._kernels.best(self._head_rows(hidden), self._weights.head, None)
+        return torch.where(places < 0, places, ids[places.clamp_min(0)])
 
     def states(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> the states after the last norm, float32 [R, hidden]: what vectors are made of."""
         scale = hidden.float().square().mean(dim=-1, keepdim=True).add(self.config.norm_eps).rsqrt()
         return hidden.float() * scale * self._weights.norm
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._weights.embedding
 
     def _head_rows(self, hidden: Tensor) -> Rows:
         return self._kernels.norm(hidden, self._weights.norm, self.config.norm_eps)

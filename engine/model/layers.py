@@ -39,12 +39,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All of a decoder. `embedding` [vocab, hidden]."""
+    """All of a decoder. `embedding` [vocab, hidden]. Of a draft whose head scores only some tokens `head_ids` are
+    these, int64 and ascending, one for each row."""
 
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Matrix
+    head_ids: Tensor | None = None
 
 
 def on_device(weights: Weights, device: torch.device) -> Weights:

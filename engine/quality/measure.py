@@ -54,7 +54,7 @@ class Reference:
             check_same(text, self._text, read_windows(text, self._file, self._tokens), self._windows)
         runner = _runner(model, weight_format, kv_format, self._say)
         found = [
-            _compared(self._runner.head(exact), runner.head(rough), following)
+            compared(self._runner.head(exact), runner.head(rough), following)
             for exact, (following, rough) in zip(self._states, _walk(runner, self._windows), strict=True)
         ]
         return quality_of(
@@ -102,7 +102,7 @@ def _walk(runner: ModelRunner, windows: tuple[tuple[int, ...], ...]) -> Iterator
             yield ids[start + 1 : end + 1], runner.states(StepPlan(step=0, chunks=(chunk,)))
 
 
-def _compared(
+def compared(
     exact: Tensor, rough: Tensor, following: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Logits of the same positions by both, [R, vocab], and the tokens that really follow."""

@@ -1,4 +1,4 @@
-"""Writes a quantized model as a Hugging Face directory: shards, config.json, tokenizer, chat template.
+"""Writes a model as a Hugging Face directory: shards, config.json, tokenizer, chat template; quantized or plain.
 
 Everything goes to a directory beside the target, which gets its name when all is written.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,41 @@ def save(
 
     Raises ModelError or ConfigError; nothing is left then.
     """
+    with _made(target) as scratch:
+        config = _config(meta, model)
+        config["torch_dtype"] = _NAMES[scheme.scale_dtype]
+        config["quantization_config"] = FP8_CONFIG if scheme.is_float else LAYOUTS[layout].config(scheme)
+        _write_weights(scratch, LAYOUTS[layout], scheme.scale_dtype, _as_named(model, parameters))
+        _write_json(scratch / "config.json", config)
+        _write_json(scratch / ORIGIN, origin)
+        _write_text_side(scratch, meta)
+
+
+def save_plain(
+    target: Path,
+    meta: ModelMeta,
+    model: ModelConfig,
+    config: Mapping[str, Any],
+    parameters: Iterable[Parameter],
+    origin: Mapping[str, Any],
+    more: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Likewise a model of the shape `model` whose weights aren't quantized, as bf16, with the tokenizer of `meta`.
+
+    `config` is its config.json without the ids of tokens, `more` writes what else belongs to it.
+    """
+    dtype = torch.bfloat16
+    with _made(target) as scratch:
+        _write_weights(scratch, LAYOUTS["compressed-tensors"], dtype, _as_named(model, parameters))
+        _write_json(scratch / "config.json", {**config, **_token_ids(meta), "torch_dtype": _NAMES[dtype]})
+        _write_json(scratch / ORIGIN, origin)
+        _write_text_side(scratch, meta)
+        more(scratch)
+
+
+@contextmanager
+def _made(target: Path) -> Iterator[Path]:
+    """A new directory that becomes `target` at the end; nothing is left of it where that isn't reached."""
     if target.exists():
         raise ConfigError(f"{target} exists already; name another place, or remove it.")
     folder: Path | None = None
@@ -62,13 +98,7 @@ def save(
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         scratch = folder / "model"  # the folder itself is closed to others
         scratch.mkdir()
-        config = _config(meta, model)
-        config["torch_dtype"] = _NAMES[scheme.scale_dtype]
-        config["quantization_config"] = FP8_CONFIG if scheme.is_float else LAYOUTS[layout].config(scheme)
-        _write_weights(scratch, LAYOUTS[layout], scheme.scale_dtype, _as_named(model, parameters))
-        _write_json(scratch / "config.json", config)
-        _write_json(scratch / ORIGIN, origin)
-        _write_text_side(scratch, meta)
+        yield scratch
         scratch.replace(target)
     except OSError as error:
         raise ModelError(f"The model can't be written to {target}: {error.strerror or error}.") from error

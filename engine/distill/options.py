@@ -1,0 +1,143 @@
+"""What a distillation is asked to do, and what of it a resumed run must share with the one that it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from engine.distill.errors import DistillError
+from engine.distill.losses import DIRECTIONS
+
+METHODS = ("soft", "transcripts", "both")
+PRECISIONS = ("auto", "float32", "bf16")
+DEFAULT_MINUTES = 60.0
+
+_FREE = {"threads", "resume", "checkpoint_steps", "pack_tokens", "target", "licence", "eval_lines"}
+"""What may change when a run goes on; the beginnings of all others are in what was captured or trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Names are those of the command's options.
+
+    `teacher` is a name, path or hub name; `data` and `results` are files (engine/distill/lines.py); `target` is the
+    directory to make. `samples` answers more are drawn from the teacher for each line to learn from. `batch` names the
+    batch that the data came from, `project` who may use the student, `licence` what the teacher comes under: they go
+    into the student's lineage.
+    """
+
+    teacher: str
+    student: str
+    data: Path
+    target: Path
+    results: tuple[Path, ...] = ()
+    method: str = "both"
+    kl: str = "forward"
+    temperature: float = 1.0
+    top: int = 32
+    tail: int = 16
+    draft_vocab: int | None = None
+    embeddings: bool = False
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float = 5e-4
+    seed: int = 0
+    pack_tokens: int = 2048
+    holdout: float = 0.1
+    samples: int = 0
+    lines: int = 10_000
+    eval_lines: int = 32
+    precision: str = "auto"
+    checkpoint_steps: int = 25
+    threads: int | None = None
+    resume: bool = False
+    batch: str | None = None
+    project: str | None = None
+    licence: str | None = None
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, says: str) -> None:
+            if not ok:
+                spelled = name.replace("_", "-")
+                raise DistillError(f"--{spelled} can't be {getattr(self, name)}: it must be {says}.")
+
+        check(self.method in METHODS, "method", f"one of {', '.join(METHODS)}")
+        check(self.kl in DIRECTIONS, "kl", f"one of {', '.join(DIRECTIONS)}")
+        check(self.precision in PRECISIONS, "precision", f"one of {', '.join(PRECISIONS)}")
+        check(0.1 <= self.temperature <= 10, "temperature", "between 0.1 and 10")
+        check(1 <= self.top <= 1024, "top", "between 1 and 1024")
+        check(0 <= self.tail <= 1024, "tail", "between 0 and 1024")
+        check(self.draft_vocab is None or self.draft_vocab >= 1, "draft_vocab", "at least 1")
+        check(self.steps is None or self.steps >= 1, "steps", "at least 1")
+        check(self.minutes is None or self.minutes > 0, "minutes", "above 0")
+        check(0 < self.lr <= 0.1, "lr", "above 0 and at most 0.1")
+        check(self.seed >= 0, "seed", "0 or more")
+        check(self.pack_tokens >= 64, "pack_tokens", "at least 64")
+        check(0 < self.holdout < 1, "holdout", "above 0 and below 1")
+        check(0 <= self.samples <= 64, "samples", "between 0 and 64")
+        check(self.lines >= 2, "lines", "at least 2")
+        check(self.eval_lines >= 1, "eval_lines", "at least 1")
+        check(self.checkpoint_steps >= 1, "checkpoint_steps", "at least 1")
+        check(self.threads is None or self.threads >= 1, "threads", "at least 1")
+
+    @property
+    def bound_minutes(self) -> float | None:
+        """Minutes of training; where nothing bounds a run, an hour does."""
+        return DEFAULT_MINUTES if self.minutes is None and self.steps is None else self.minutes
+
+    @property
+    def work(self) -> Path:
+        """Where an unfinished run keeps what it has."""
+        return self.target.parent / f"{self.target.name}.distill"
+
+    def fixed(self, teacher_digest: str) -> dict[str, Any]:
+        """What a run that goes on must share, as JSON; files by what they hold."""
+        found: dict[str, Any] = {"teacher_digest": teacher_digest}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _FREE or field.name == "teacher":
+                continue
+            if field.name in ("data", "results"):
+                value = [_sha256(path) for path in ((value,) if isinstance(value, Path) else value)]
+            found[field.name] = value
+        return found
+
+
+def enter(options: Options, teacher_digest: str) -> Path:
+    """The folder of this run, new or found again. Raises DistillError in one sentence where it can't be."""
+    work = options.work
+    if options.target.exists():
+        raise DistillError(f"{options.target} exists already; name another place, or remove it.")
+    file, wanted = work / "run.json", options.fixed(teacher_digest)
+    try:
+        if file.exists():
+            if not options.resume:
+                raise DistillError(f"{work} holds an unfinished run: go on with --resume, or remove it.")
+            known = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in wanted.items():
+                if known.get(name) != value:
+                    raise DistillError(
+                        f"{work} holds a run with another {name.replace('_', '-')}: give the same again with --resume, "
+                        "or remove it."
+                    )
+            return work
+        if options.resume and not work.exists():
+            raise DistillError(f"There is no unfinished run at {work}; leave out --resume to begin one.")
+        work.mkdir(parents=True, exist_ok=True)
+        scratch = work / ".run.json"
+        scratch.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(file)
+    except (OSError, ValueError) as error:
+        raise DistillError(f"{work} can't be used: {error}.") from error
+    return work
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DistillError(f"{path} can't be read: {error.strerror or error}.") from error

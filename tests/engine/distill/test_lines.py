@@ -1,0 +1,97 @@
+"""What a student learns from: answers joined to their lines, failed ones skipped and counted, missing ones made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.distill import answers
+from engine.distill.errors import DistillError
+from engine.distill.lines import read_lines
+from engine.text import load_text
+
+
+def line(number: int, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Where is order {number}?"}]
+    return {"custom_id": f"c{number}", "method": "POST", "body": {"messages": messages, "max_tokens": 9, **body}}
+
+
+def result(number: int, text: str = "Late.", **changes: Any) -> dict[str, Any]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    response = {"status_code": 200, "body": {"choices": [choice]}}
+    return {"custom_id": f"c{number}", "response": response, "error": None} | changes
+
+
+def write(path: Path, *values: Any) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in values), "utf-8")
+    return path
+
+
+def test_answers_are_joined_and_what_failed_is_counted(tmp_path: Path, tiny_model: Path) -> None:
+    text = load_text(tiny_model)
+    data = write(
+        tmp_path / "in.jsonl",
+        *(line(number) for number in range(1, 7)),
+        "no json",
+        line(8, tools=[{"type": "function"}]),
+        {**line(9), "response": result(9, "Lost.")["response"]},
+        {"custom_id": "c10", "body": {"input": "vector"}},
+    )
+    cut = result(2)
+    cut["response"]["body"]["choices"][0]["finish_reason"] = "length"
+    output = write(tmp_path / "out.jsonl", result(3), result(1, "Soon."), cut, result(99))
+    errors = write(
+        tmp_path / "err.jsonl",
+        result(4, response=None, error={"code": "batch_expired"}),
+        result(5, response={"status_code": 400, "body": {"error": {}}}),
+    )
+    found = read_lines(data, [output, errors], text, most=100)
+    said = {one.number: one.answer for one in found.usable}
+    end = text.tokenizer.token_id("<|im_end|>")
+    assert said[1] == (*text.tokenizer.encode("Soon."), end) and said[2] == tuple(text.tokenizer.encode("Late."))
+    assert said[6] is None and said[9] == (*text.tokenizer.encode("Lost."), end)
+    assert sorted(said) == [1, 2, 3, 6, 9]
+    assert found.skipped == {
+        "failed": 2,
+        "no JSON objects": 1,
+        "with tools or several answers": 1,
+        "without messages or a prompt": 1,
+    }
+    assert found.told().startswith("5 lines to learn from, 1 of them still to be answered by the teacher; 5 lines are")
+    first = next(one for one in found.usable if one.number == 1)
+    assert list(first.prompt) == text.prompt_ids([{"role": "user", "content": "Where is order 1?"}])
+    assert len(read_lines(data, [], text, most=2).usable) == 2
+
+
+def test_files_that_give_nothing_are_told(tmp_path: Path, tiny_model: Path) -> None:
+    text = load_text(tiny_model)
+    with pytest.raises(DistillError, match="can't be read"):
+        read_lines(tmp_path / "none.jsonl", [], text, most=9)
+    with pytest.raises(DistillError, match=r"nothing to learn from: 0 lines .*1 failed"):
+        read_lines(
+            write(tmp_path / "in", line(1)), [write(tmp_path / "out", result(1, error={"code": "x"}))], text, most=9
+        )
+
+
+def test_the_teacher_answers_what_is_missing_once(tmp_path: Path, tiny_model: Path) -> None:
+    text = load_text(tiny_model)
+    data = write(tmp_path / "in.jsonl", line(1, temperature=0, ignore_eos=True), line(2), line(3, ignore_eos=True))
+    lines = read_lines(data, [write(tmp_path / "out.jsonl", result(2))], text, most=9).usable
+    config = EngineConfig(model=str(tiny_model), num_blocks=64, device="cpu")
+    found, unanswered = answers.answered(lines, config, tmp_path)
+    assert unanswered == 0 and [len(one.answer or ()) for one in found if one.number != 2] == [9, 9]
+    (tmp_path / "more").mkdir()
+    more = answers.drawn(found, 2)
+    assert len({one.number for one in (*found, *more)}) == 9
+    said, _ = answers.answered(more, config, tmp_path / "more")
+    assert all(1 <= len(one.answer or ()) <= 9 for one in said)
+    kept = tmp_path / answers.FILE
+    whole = kept.read_text()
+    kept.write_text(whole.splitlines()[0] + '\n{"line": 3, "ans')  # killed in the middle of a line
+    again, _ = answers.answered(lines, config, tmp_path)
+    assert again == found, "the same seeds say the same"
+    assert [json.loads(row)["line"] for row in kept.read_text().splitlines() if row.endswith("}")] == [1, 3]

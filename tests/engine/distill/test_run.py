@@ -1,0 +1,198 @@
+"""A whole distillation of a tiny model: a directory that runs, drafts and knows its origin; killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.config import EngineConfig
+from engine.distill import checkpoint
+from engine.distill import run as run_module
+from engine.distill.errors import DistillError, StoppedError
+from engine.distill.options import Options
+from engine.distill.run import Run
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.load.draft_vocab import draft_vocab
+from engine.load.meta import read_meta
+from engine.load.origin import FILE, project_of
+from engine.quant.__main__ import quantize
+from engine.request import Request, SamplingParams
+from tests.tiny import make_tiny_model
+
+WORDS = ("parcel", "refund", "delivery", "order", "customer", "ticket", "Berlin", "reply")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "teacher", layers=3)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = []
+    for number in range(12):
+        system = {"role": "system", "content": "You are a helpful assistant that reads tickets."}
+        messages = [system, {"role": "user", "content": f"Where is the {WORDS[number % 8]} {number}?"}]
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        rows.append(json.dumps({"custom_id": str(number), "body": body}))
+    (tmp_path / "in.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path / "in.jsonl"
+
+
+def options(teacher: Path, data: Path, **changes: Any) -> Options:
+    given = {"steps": 12, "pack_tokens": 256, "precision": "float32", "threads": 1, "checkpoint_steps": 3, "lr": 3e-3}
+    return Options(
+        teacher=str(teacher), student="layers:2", data=data, target=data.parent / "made", **(given | changes)
+    )
+
+
+def go(asked: Options, tell: Any = lambda line: None, is_stopped: Any = lambda: False) -> dict[str, Any]:
+    return Run(asked, tell, is_stopped).run()
+
+
+def test_a_student_runs_drafts_and_says_where_it_comes_from(teacher: Path, data: Path) -> None:
+    told: list[dict[str, Any]] = []
+    done = go(options(teacher, data, draft_vocab=100, project="proj_1", batch="batch_1", kl="both"), told.append)
+    made = data.parent / "made"
+    assert done["trained_lines"] == 11 and done["held_out_lines"] == 1 and done["steps"] == 12
+    losses = [line["loss"] for line in told if line.get("phase") == "train"]
+    assert losses[-1] < losses[0]
+    assert {line["phase"] for line in told if "phase" in line} == {"answers", "capture", "train", "report"}
+    lineage = json.loads((made / FILE).read_text())
+    assert lineage["distilled_from"]["digest"] == read_meta(teacher).digest
+    assert (lineage["project"], lineage["data"], lineage["layers"]) == ("proj_1", "batch_1", [0, 2])
+    assert sorted(file.name for file in (made / "distillation").iterdir()) == ["loss.svg", "report.json", "report.md"]
+    assert not options(teacher, data).work.exists()
+    scored = draft_vocab(made, 384)
+    assert scored is not None and len(scored) == 128 and set(read_meta(teacher).eos_ids) <= set(scored)
+    prompt = [1, *range(40, 60)]
+    plain, drafted = (answer(EngineConfig(model=str(teacher), **more), prompt) for more in ({}, {"draft": str(made)}))
+    assert plain == drafted
+    assert len(answer(EngineConfig(model=str(made)), prompt)) == 20, "as a model it has its whole head"
+    quantize(str(made), made.parent / "small", method="rtn", bits=8, group=32, layout="gptq", symmetric=True)
+    assert project_of(made.parent / "small") == project_of(made) == "proj_1", "a copy is as bound as the student"
+    with pytest.raises(DistillError, match="lines of another project"):
+        go(replace(options(made, data), student="layers:1", target=data.parent / "b", project="proj_2"))
+
+
+def answer(config: EngineConfig, prompt: list[int]) -> tuple[int, ...]:
+    config = replace(config, num_blocks=64, device="cpu", threads=1)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    (completion,) = Engine(config).run([Request(id="r", prompt_ids=prompt, params=params)])
+    return completion.token_ids
+
+
+def test_a_draft_proposes_only_what_it_scores(teacher: Path, data: Path) -> None:
+    from engine.loaded import from_files
+    from engine.runner import ModelRunner
+    from tests.engine.stepping import Stepper
+
+    go(options(teacher, data, draft_vocab=64, steps=2))
+    made = data.parent / "made"
+    config = EngineConfig(model=str(made), num_blocks=16, device="cpu", weight_format="float32", kv_format="float32")
+    prompt = [list(range(40, 60))]
+    whole = Stepper(ModelRunner(config), prompt).logits([20])[0]
+    drafts = Stepper(ModelRunner(config, loaded=from_files(config, drafts=True)), prompt).logits([20])[0]
+    scored = torch.tensor(draft_vocab(made, 384))
+    assert torch.allclose(whole[:, scored], drafts[:, scored], atol=1e-5)
+    rest = torch.ones(384, dtype=torch.bool)
+    rest[scored] = False
+    assert bool((drafts[:, rest] < -1e29).all())
+
+
+@pytest.mark.parametrize("method", ["soft", "transcripts"])
+def test_a_run_that_was_stopped_or_killed_makes_the_same_student(teacher: Path, data: Path, method: str) -> None:
+    asked = options(teacher, data, method=method)
+    go(replace(asked, target=data.parent / "whole"))
+    phases: list[str] = []
+
+    def stopping(phase: str, done: int) -> Any:
+        seen: list[int] = []
+
+        def tell(line: dict[str, Any]) -> None:
+            phases.append(line.get("phase", ""))
+            if line.get("phase") == phase and line["done"] == done:
+                seen.append(done)
+
+        return tell, lambda: bool(seen)
+
+    for resume, phase, done in ((False, "answers", 2), (True, "capture", 5), (True, "train", 5)):
+        tell, is_stopped = stopping(phase, done)
+        with pytest.raises(StoppedError):
+            go(replace(asked, resume=resume), tell, is_stopped)
+    with pytest.raises(DistillError, match="unfinished run: go on with --resume"):
+        go(asked)
+    with pytest.raises(DistillError, match="another lr"):
+        go(replace(asked, resume=True, lr=1e-3))
+
+    def die(line: dict[str, Any]) -> None:
+        if line.get("phase") == "train" and line["done"] == 8:
+            raise SystemExit(9)
+
+    with pytest.raises(SystemExit):
+        go(replace(asked, resume=True), die)
+    go(replace(asked, resume=True))
+    one, other = (load_file(data.parent / name / "model.safetensors") for name in ("whole", "made"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_process_that_is_killed_or_interrupted_leaves_a_checkpoint(teacher: Path, data: Path) -> None:
+    """kill -9 in the middle of training, then SIGINT, which loses no step."""
+    asked = options(teacher, data)
+    argv = [sys.executable, "-m", "engine.distill", str(teacher), str(asked.target), "--student", "layers:2"]
+    argv += ["--data", str(data), "--steps", "5000", "--checkpoint-steps", "2", "--threads", "1"]
+    firsts, lasts = [], []
+    for number in (signal.SIGKILL, signal.SIGINT):
+        with subprocess.Popen([*argv, *["--resume"] * len(firsts)], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            steps = []
+            for line in process.stdout:
+                if (value := json.loads(line)).get("phase") == "train":
+                    steps.append(value["done"])
+                    if len(steps) == 5:
+                        os.kill(process.pid, number)
+        assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number]
+        firsts.append(steps[0])
+        lasts.append(steps[-1])
+    assert firsts[0] == 1 and firsts[1] >= 4 and firsts[1] > lasts[0] - 2
+    assert value == {"stopped": "Stopped; the same command with --resume goes on."}
+    kept = checkpoint.load(asked.work)
+    assert kept is not None and kept[0].step == lasts[1]
+
+
+def test_bad_input_is_a_sentence(teacher: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, says in (
+        ({"temperature": 0.0}, "--temperature can't be 0.0"),
+        ({"holdout": 1.0}, "--holdout can't be"),
+        ({"resume": True}, "no unfinished run"),
+        ({"target": data.parent}, "exists already"),
+    ):
+        with pytest.raises(DistillError, match=says):
+            go(replace(options(teacher, data), **changes))
+    monkeypatch.setattr(run_module, "available_bytes", lambda: 1000)
+    with pytest.raises(DistillError, match="GB more memory"):
+        go(options(teacher, data))
+
+
+def test_a_draft_of_another_vocabulary_or_damaged_is_refused(teacher: Path, tmp_path: Path) -> None:
+    from engine.errors import ModelError
+
+    other = make_tiny_model(tmp_path / "other", layers=1, vocab_size=320)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        Engine(EngineConfig(model=str(teacher), draft=str(other), num_blocks=16, device="cpu"))
+    for ids in ([], [3, 3], [9, 4], [384], "all"):
+        (teacher.parent / "v").mkdir(exist_ok=True)
+        (teacher.parent / "v" / "draft_vocab.json").write_text(json.dumps({"token_ids": ids}))
+        with pytest.raises(ModelError, match=r"draft_vocab\.json"):
+            draft_vocab(teacher.parent / "v", 384)

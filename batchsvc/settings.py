@@ -104,6 +104,16 @@ class Settings(BaseSettings):
         description="what proposes tokens that the model then checks several at a time, with the same answers; auto: "
         "whatever there is, where it makes an engine faster",
     )
+    role: Literal["unified", "prefill", "decode"] = Field(
+        default="unified",
+        description="what this engine worker does: all of a request; prompts alone, for decode workers; or the rest, "
+        "with blocks from the prefill workers of its model",
+    )
+    split_listen: str = Field(
+        default="gloo://127.0.0.1:0",
+        description="where a prefill worker takes connections, as decode workers reach it: gloo://HOST:PORT, "
+        "nccl://HOST:PORT, nixl://HOST:PORT, or shm:///PATH on one host; port 0 is any free one",
+    )
     step_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(default=256, ge=1, description="most sequences in one step")
     device: Literal["auto", "cpu", "cuda"] = Field(

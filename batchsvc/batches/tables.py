@@ -357,6 +357,17 @@ class Worker(Base):
     stats: Mapped[dict[str, Any] | None] = mapped_column(Json)
 
 
+class PrefillEngine(Base):
+    """A prefill worker that is, or was, alive, and where decode workers of its model find it. It claims nothing."""
+
+    __tablename__ = "prefill_engines"
+
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    model_digest: Mapped[str] = mapped_column(String(64), index=True)
+    address: Mapped[str] = mapped_column(String(255))
+    beat_ms: Mapped[Count]
+
+
 class Reconciliation(Base):
     """An ended batch that the reaper has added up again, and how many numbers differed."""
 

@@ -30,9 +30,19 @@ def upgrade() -> None:
     op.create_index("ix_call_holds_project", "call_holds", ["project_id", "expires_ms"])
     _add_entries_to_balances("part", "void", "call")
     _rebuild_hours(KEYS)
+    op.create_table(
+        "prefill_engines",
+        sa.Column("id", sa.String(128), nullable=False),
+        sa.Column("model_digest", sa.String(64), nullable=False),
+        sa.Column("address", sa.String(255), nullable=False),
+        sa.Column("beat_ms", BIG, nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_prefill_engines")),
+    )
+    op.create_index(op.f("ix_prefill_engines_model_digest"), "prefill_engines", ["model_digest"])
 
 
 def downgrade() -> None:
+    op.drop_table("prefill_engines")
     _rebuild_hours(("batch_id", "model"))
     _add_entries_to_balances("part", "void")
     op.drop_table("call_holds")

@@ -72,6 +72,7 @@ class World:
     db: Database
     store: ObjectStore
     params: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # of the lines of new batches
+    stem: tuple[int, ...] = (1, 2, 3)  # what their prompts begin with
 
     def add_batch(
         self,
@@ -150,14 +151,14 @@ class World:
             unit_file.UnitRow(
                 line_nos=tuple(line_nos[start : start + fold]),
                 custom_ids=tuple(f"c{n}" for n in line_nos[start : start + fold]),
-                prompt_ids=np.array([1, 2, 3, 4 + line_nos[start] % 50], np.int32),
+                prompt_ids=np.array([*self.stem, 4 + line_nos[start] % 50], np.int32),
                 params=self.params,
                 planned_cached_tokens=1,
                 max_tokens=max_tokens,
             )
             for start in range(0, len(line_nos), fold)
         ]
-        data = unit_file.write(rows, [(3, "", 1)])  # as if the next unit shared the common beginning
+        data = unit_file.write(rows, [(len(self.stem), "", 1)])  # as if the next unit shared the common beginning
         key = keys.unit(batch.id, 1, no)
         self.store.put(key, data)
         return Unit(

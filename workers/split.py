@@ -1,0 +1,149 @@
+"""Workers in halves: a prefill worker computes prompts, a decode worker does the rest and owns everything.
+
+The lease of a unit stays with the decode worker. It claims the unit, has its prompts computed elsewhere, samples every
+token, and writes the parts, as a unified worker does; only its engine is another one (engine/split/decode.py). A
+prefill worker claims nothing, writes nothing but its own address, and holds nothing that can't be computed again. So
+neither half of a hand-off is a state of a unit, and the fence knows one owner, as ever:
+
+    the prefill worker is killed  its link ends; the decode worker asks another one for the same prompts, or waits. The
+                                  lease is renewed meanwhile, and nothing of the unit was anywhere else
+    the decode worker is killed   its lease runs out; whoever claims the unit next has a higher epoch, and goes on from
+                                  the parts and beginnings that were saved. The prefill worker drops what it had of it
+    a decode worker was paused    its commits are fenced by epoch and lease, as those of any worker
+
+A decode worker without a prefill worker claims nothing, so units wait for it, or go to others; its note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+
+from batchsvc.batches import prefill_queries
+from batchsvc.db.session import Database
+from batchsvc.errors import UnavailableError
+from batchsvc.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.split.decode import DecodeSide
+    from engine.split.prefill import PrefillSide
+
+WAITS = "A decode worker has no prefill worker to go with: units wait until one serves this model."
+
+_BEAT_S = 1.0
+_SILENT_S = 6.0
+
+log = structlog.get_logger(__name__)
+
+
+def check_role(settings: Settings) -> None:
+    """Raise UnavailableError for a half that has no blocks to pass on."""
+    if settings.role != "unified" and settings.engine == "fake":
+        raise UnavailableError(
+            f"BATCHSVC_ROLE={settings.role} needs an engine with weights: the fake engine has no KV blocks to pass on."
+        )
+
+
+class PrefillDirectory:
+    """Where the prefill workers of a model are. While the database is away, where they were."""
+
+    def __init__(self, db: Database, digest: str) -> None:
+        self._db = db
+        self._digest = digest
+        self._known: list[str] = []
+
+    def addresses(self) -> list[str]:
+        """Those that are alive, as far as is known."""
+        with contextlib.suppress(DBAPIError), self._db.reading() as session:
+            self._known = prefill_queries.addresses(session, self._digest, _SILENT_S)
+        return list(self._known)
+
+
+def decode_side(engine: Engine, db: Database, digest: str) -> DecodeSide:
+    """The engine of a decode worker."""
+    from engine.split.decode import DecodeSide
+    from engine.split.peers import Peers
+
+    wake = threading.Event()
+    return DecodeSide(engine, Peers(PrefillDirectory(db, digest).addresses, wake), wake)
+
+
+class Side(Protocol):
+    """What is asked of the engine of a decode worker."""
+
+    def is_ready(self) -> bool: ...
+    def note(self) -> str | None: ...
+
+
+class Waiting:
+    """What a decode worker waits for, in a sentence that anybody may read; addresses and reasons go to the log."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._told: str | None = None
+
+    def note(self) -> str | None:
+        """None: it doesn't wait."""
+        if self._side.is_ready():
+            self._told = None
+            return None
+        reason = self._side.note()
+        if reason is not None and reason != self._told:
+            self._told = reason
+            log.warning("worker.waits", why=reason)
+        return WAITS
+
+
+def prefill_side(engine: Engine, settings: Settings) -> PrefillSide:
+    """The engine of a prefill worker, listening. Raises PeerError where it can't."""
+    from engine.split.prefill import PrefillSide
+    from engine.split.wires import listen
+
+    return PrefillSide(engine, listen(settings.split_listen), step_tokens=settings.step_tokens)
+
+
+class PrefillRun:
+    """A prefill worker: serves decode workers until a signal."""
+
+    def __init__(self, db: Database, side: PrefillSide, *, digest: str, owner: str) -> None:
+        self._db = db
+        self._side = side
+        self._digest = digest
+        self._owner = owner
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Until `stop`, or a signal that asks a process to end. Nothing is to be drained: what it leaves unfinished
+        is asked of another."""
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(name, lambda *_: self.stop())
+        beats = threading.Thread(target=self._beat, name="prefill beats", daemon=True)
+        beats.start()
+        log.info("prefill.ready", worker=self._owner, address=self._side.address, model=self._digest[:16])
+        try:
+            while not self._stopping.is_set():
+                self._side.step()
+        finally:
+            self._stopping.set()
+            beats.join()
+            self._side.close()
+            self._db.dispose()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _beat(self) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(DBAPIError):
+                self._db.run(
+                    lambda session: prefill_queries.beat(session, self._owner, self._digest, self._side.address)
+                )
+            self._stopping.wait(_BEAT_S)
+        with contextlib.suppress(DBAPIError):
+            self._db.run(lambda session: prefill_queries.retire(session, self._owner))

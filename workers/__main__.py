@@ -9,6 +9,7 @@ from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from engine.errors import DeviceError, EngineError
 from workers.exits import WorkerExit
+from workers.split import check_role
 
 _USAGE = "Usage: python -m workers control|engine"
 
@@ -25,9 +26,13 @@ def main(arguments: list[str]) -> int:
             from workers.app import run_control
 
             return run_control(settings)
+        check_role(settings)
         from workers.app import run_engine
-        from workers.context import open_engine_run
+        from workers.context import open_engine_run, open_prefill_run
 
+        if settings.role == "prefill":
+            open_prefill_run(settings).run()
+            return WorkerExit.STOPPED
         run = open_engine_run(settings)
         code = run_engine(run, settings)
         if run.failure:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -27,6 +28,7 @@ from engine.config import Formats
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.text import load_text
+from workers import split
 from workers.exporter import Exporter
 from workers.finalize import Finalizer
 from workers.importer import Importer
@@ -35,6 +37,9 @@ from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
 from workers.webhooks import Courier
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 _TEXTS = 4  # tokenizers that a control process keeps
 
@@ -100,10 +105,15 @@ def open_engine_run(settings: Settings) -> EngineRun:
     meta = read_meta(path)
     formats, quality = (None, None) if settings.engine == "fake" else _formats(settings, path)
     device = "cpu"
+    note: Callable[[], str | None] | None = None
     if formats is None:
-        engine = _fake_engine(settings, path)
+        engine: EngineLike = _fake_engine(settings, path)
     else:
-        engine, device = _engine(settings, path, formats)
+        real = _engine(settings, path, formats)
+        engine, device = real, real.device
+        if settings.role == "decode":
+            engine = side = split.decode_side(real, db, meta.digest)
+            note = split.Waiting(side).note
     return EngineRun(
         settings,
         db,
@@ -115,7 +125,18 @@ def open_engine_run(settings: Settings) -> EngineRun:
         formats=formats,
         device=device,
         quality=quality,
+        note=note,
     )
+
+
+def open_prefill_run(settings: Settings) -> split.PrefillRun:
+    """A prefill process, ready to serve. Raises EngineError or ServiceError with one sentence if it can't."""
+    db, store = Database(settings.database_url), ObjectStore(settings)
+    _check_services(db, store)
+    path = locate(settings.model)
+    formats, _ = _formats(settings, path)
+    engine = _engine(settings.model_copy(update={"draft": None, "spec": "off"}), path, formats)
+    return split.PrefillRun(db, split.prefill_side(engine, settings), digest=read_meta(path).digest, owner=new_owner())
 
 
 def new_owner() -> str:
@@ -149,12 +170,11 @@ def _say(sentence: str) -> None:
     log.info("engine.note", says=sentence)
 
 
-def _engine(settings: Settings, path: Path, formats: Formats) -> tuple[EngineLike, str]:
-    """The engine, and the kind of device that it runs on."""
+def _engine(settings: Settings, path: Path, formats: Formats) -> Engine:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
-    engine = Engine(
+    return Engine(
         EngineConfig(
             model=str(path),
             weight_format=formats.weights,

@@ -72,8 +72,10 @@ class EngineRun:
         device: str = "cpu",
         quality: dict[str, Any] | None = None,
         on_failure: Callable[[], None] | None = None,
+        note: Callable[[], str | None] | None = None,
     ) -> None:
         self.digest = digest
+        self._note = note or _nothing  # what the engine waits for, in a sentence; meanwhile nothing is claimed
         self._formats = formats  # None: the fake engine has no weights
         self._quality = quality
         self.owner = owner
@@ -96,6 +98,7 @@ class EngineRun:
             engine=self._pump,
             on_end=self._unit_ended,
             fingerprint=fingerprint(digest, formats, device),
+            may_claim=lambda: self._note() is None,
         )
         self._leases = LeaseKeeper(
             self._lease_db,
@@ -245,7 +248,11 @@ class EngineRun:
     def _beat(self) -> Beat:
         stats = self._engine.stats()
         shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-        shown |= {"units": self._units.num_live(), "busy_ms": round(1000 * self._pump.busy_s)}
+        shown |= {
+            "units": self._units.num_live(),
+            "busy_ms": round(1000 * self._pump.busy_s),
+            "note": self._note(),
+        }
         return Beat(self._units.is_draining, shown)
 
 
@@ -273,6 +280,10 @@ def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:
         "register_with_event_loop": look_often,
     }
     return type("RunStep", (bootsteps.StartStopStep,), members)
+
+
+def _nothing() -> None:
+    """An engine that waits for nobody has nothing to say of it."""
 
 
 def _end_this_process() -> None:

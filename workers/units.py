@@ -55,6 +55,7 @@ class UnitSource:
     """Carries the lines of live units between engine and writer.
 
     `on_end` gets a unit whose last word is written, and whether it is done. `fingerprint` says what gives the answers.
+    `may_claim` says whether the engine could run another unit at all.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class UnitSource:
         engine: EngineOf,
         on_end: Callable[[ClaimedUnit, bool], None],
         fingerprint: str | None = None,
+        may_claim: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._may_claim = may_claim
         self._db = db
         self._breaker = breaker
         self._engine = engine
@@ -110,7 +113,7 @@ class UnitSource:
 
     def has_room(self) -> bool:
         """Whether another unit may be claimed."""
-        return self._room > 0 and not self.is_draining and not self._breaker.is_open
+        return self._room > 0 and not self.is_draining and not self._breaker.is_open and self._may_claim()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be room."""

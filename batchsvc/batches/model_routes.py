@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep, CallerDep
-from batchsvc.batches import models, queries, scaling_queries
+from batchsvc.batches import models, queries, scaling_queries, worker_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateAlias, RegisterModel, demand_object, model_object
 from batchsvc.batches.tables import Model
@@ -85,5 +85,7 @@ def delete_alias(_admin: AdminDep, context: ContextDep, name: str) -> dict[str, 
 
 
 def _show(session: Session, context: Context, rows: list[Model]) -> list[dict[str, Any]]:
-    workers = queries.live_workers_by_model(session, alive_since_ms(session, context.settings.renew_s))
-    return [model_object(row, queries.model(session, row.alias_of) if row.alias_of else None, workers) for row in rows]
+    since_ms = alive_since_ms(session, context.settings.renew_s)
+    workers, notes = queries.live_workers_by_model(session, since_ms), worker_queries.notes(session, since_ms)
+    targets = [queries.model(session, row.alias_of) if row.alias_of else None for row in rows]
+    return [model_object(row, target, workers, notes) for row, target in zip(rows, targets, strict=True)]

@@ -143,8 +143,10 @@ def shown_status(row: Batch) -> Status:
     return Status(row.status)
 
 
-def model_object(row: Model, target: Model | None, served: Mapping[str, int]) -> dict[str, Any]:
-    """A model or an alias. An alias shows the digest and formats of its `target`."""
+def model_object(
+    row: Model, target: Model | None, served: Mapping[str, int], notes: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A model or an alias. An alias shows the digest and formats of its `target`. `notes` say what workers wait for."""
     real = target or row
     return {
         "id": row.id,
@@ -158,6 +160,7 @@ def model_object(row: Model, target: Model | None, served: Mapping[str, int]) ->
         "context_tokens": real.context_tokens,
         "alias_of": row.alias_of,
         "workers": served.get(real.digest, 0),
+        "note": (notes or {}).get(str(real.digest)),
     }
 
 

@@ -47,6 +47,12 @@ def forget_dead(session: Session, silent_s: float) -> int:
     return len(session.execute(delete(Worker).where(silent, ~holds).returning(Worker.id)).all())
 
 
+def notes(session: Session, since_ms: int) -> dict[str, str]:
+    """What workers that are alive wait for, by the digest of their model; one of several."""
+    alive = session.execute(select(Worker.model_digest, Worker.stats).where(Worker.beat_ms >= since_ms))
+    return {digest: str(stats["note"]) for digest, stats in alive if stats and stats.get("note")}
+
+
 def is_beating(session: Session, host: str, pid: int, silent_s: float = 15) -> bool:
     """Whether this process is an engine worker that is ready and was heard of lately."""
     lately = Worker.beat_ms > database_now_ms(session) - round(silent_s * 1000)

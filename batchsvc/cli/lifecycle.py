@@ -102,6 +102,8 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     for row in served:
         if ran_in := formats.told(row):
             console.out(f"{row['id']} runs in {ran_in}")
+        if row["note"]:
+            console.out(f"{row['id']}: {row['note']}")
     if not all(process["state"] == "ready" for process in shown["processes"]) or shown["phase"] != "ready":
         raise typer.Exit(Exit.FAILED)
 
@@ -169,7 +171,7 @@ def _served(state: StackState, directory: DataDir) -> list[dict[str, Any]]:
         headers = {"Authorization": f"Bearer {key}"}
         page = httpx.get(f"{state.url}/models", headers=headers, timeout=10, trust_env=False).json()
         rows = [row for row in page["data"] if row["id"] in state.models]
-        return [{name: row[name] for name in ("id", "weight_format", "kv_format", "quality")} for row in rows]
+        return [{name: row[name] for name in ("id", "weight_format", "kv_format", "quality", "note")} for row in rows]
     except (OSError, httpx.HTTPError, ValueError, KeyError):
         return []
 

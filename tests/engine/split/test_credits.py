@@ -14,7 +14,7 @@ def test_a_prompt_costs_its_blocks_but_never_more_than_there_may_be(blocks: int,
     assert cost(blocks, most) == blocks or blocks > most
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     most=st.integers(1, 20),
     pool=st.integers(1, 40),

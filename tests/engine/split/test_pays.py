@@ -34,7 +34,7 @@ mixes = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shape=st.sampled_from([SMALL, LARGE]),
     card=st.sampled_from(sorted(CARDS)),

@@ -18,7 +18,7 @@ from engine.split.link import Link, Wire
 from engine.split.messages import Bye, Cancel, Credit
 from engine.split.shared import SharedWire
 
-SILENCE_S = 1.0
+SILENCE_S = 0.6
 KINDS = ("shm", "gloo")
 Pair = tuple[Wire, Wire]
 
@@ -97,7 +97,7 @@ def test_a_closed_end_is_noticed_at_once(listener: wires.Listener) -> None:
 
 def test_a_silent_peer_counts_as_lost(listener: wires.Listener) -> None:
     here, there = pair(listener)
-    with pytest.raises(PeerError, match="silent for 1 s"):
+    with pytest.raises(PeerError, match="silent for 0.6 s"):
         there.receive()
     here.close()
 

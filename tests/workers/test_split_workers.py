@@ -1,0 +1,168 @@
+"""Workers in halves: a unit stays its decode worker's; whichever half is killed, a line is answered and billed once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from sqlalchemy import select, update
+
+from batchsvc.batches import prefill_queries, worker_queries
+from batchsvc.batches.lifecycle import Status
+from batchsvc.batches.tables import PrefillEngine
+from tests.workers.conftest import World
+from tests.workers.test_processes import environment, holds, process, until
+from workers.split import WAITS, PrefillDirectory, Waiting
+
+STEM = tuple(range(10, 60))
+Env = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def env(sqlite_world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: str) -> Env:
+    redis.Redis.from_url(redis_url).flushall()
+
+    def of(role: str, **changes: object) -> dict[str, str]:
+        more: dict[str, object] = {
+            "BATCHSVC_ROLE": role,
+            "BATCHSVC_ENGINE": "auto",
+            "BATCHSVC_WEIGHT_FORMAT": "int8",
+            "BATCHSVC_KV_FORMAT": "bf16",
+            "BATCHSVC_THREADS": 1,
+            "BATCHSVC_KV_BYTES": 1 << 22,
+            "TEST_LOGS": tmp_path,
+            "BATCHSVC_SPLIT_LISTEN": f"shm://{tmp_path}/prefill.sock",
+        }
+        return environment(sqlite_world.settings, tiny[0], **{**more, **changes})
+
+    return of
+
+
+def notes(world: World) -> list[str]:
+    with world.db.reading() as session:
+        return list(worker_queries.notes(session, 0).values())
+
+
+def has_prefill(world: World, digest: str) -> bool:
+    with world.db.reading() as session:
+        return bool(prefill_queries.addresses(session, digest, 6))
+
+
+def answers(world: World, batch_id: str) -> list[Any]:
+    return [line["response"]["body"]["choices"] for line in world.result(batch_id, "output")]
+
+
+def refused(env: dict[str, str]) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "workers", "engine"], env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    return ended.stderr.strip()
+
+
+def test_an_unknown_role_is_refused_in_a_sentence(env: Env) -> None:
+    said = refused(env("oracle"))
+    assert "BATCHSVC_ROLE" in said
+    assert "'unified', 'prefill' or 'decode'" in said
+    assert "\n" not in said
+
+
+def test_half_a_fake_engine_is_refused_in_a_sentence(env: Env) -> None:
+    assert refused(env("decode", BATCHSVC_ENGINE="fake")) == (
+        "BATCHSVC_ROLE=decode needs an engine with weights: the fake engine has no KV blocks to pass on."
+    )
+
+
+def test_a_prefill_worker_is_found_as_long_as_it_lives(sqlite_world: World) -> None:
+    db = sqlite_world.db
+    found = PrefillDirectory(db, "model")
+    assert found.addresses() == []
+    for name, digest in (("a", "model"), ("b", "model"), ("c", "other")):
+        db.run(lambda session, name=name, digest=digest: prefill_queries.beat(session, name, digest, f"shm:///{name}"))
+    assert found.addresses() == ["shm:///a", "shm:///b"]
+    with db.transaction() as session:
+        session.execute(
+            update(PrefillEngine).where(PrefillEngine.id == "a").values(beat_ms=PrefillEngine.beat_ms - 7000)
+        )
+    assert found.addresses() == ["shm:///b"], "it was silent for too long"
+    db.run(lambda session: prefill_queries.beat(session, "a", "model", "shm:///moved"))
+    assert found.addresses() == ["shm:///moved", "shm:///b"]
+    db.run(lambda session: prefill_queries.retire(session, "b"))
+    assert found.addresses() == ["shm:///moved"]
+    with db.transaction() as session:
+        session.execute(update(PrefillEngine).values(beat_ms=0))
+    db.run(lambda session: prefill_queries.beat(session, "d", "model", "shm:///d"))
+    with db.reading() as session:
+        assert list(session.scalars(select(PrefillEngine.id))) == ["d"], "the dead are forgotten"
+
+
+class Side:
+    """What a decode worker asks of its engine."""
+
+    has_peer = False
+
+    def is_ready(self) -> bool:
+        return self.has_peer
+
+    def note(self) -> str | None:
+        return "No prefill engine is connected: shm:///secret/path: nobody listens."
+
+
+def test_what_a_worker_waits_for_names_no_addresses() -> None:
+    side = Side()
+    waiting = Waiting(side)
+    assert waiting.note() == WAITS
+    assert "shm" not in WAITS
+    side.has_peer = True
+    assert waiting.note() is None
+
+
+@pytest.mark.faults
+def test_units_wait_for_a_prefill_worker_and_outlive_both_halves(
+    sqlite_world: World, env: Env, tiny: tuple[Path, str]
+) -> None:
+    world, digest = sqlite_world, tiny[1]
+    world.stem = STEM
+    batch_id = world.add_batch(num_lines=120, unit_lines=20, max_tokens=48, digest=digest)
+    with ExitStack() as stack:
+        stack.enter_context(process("control", env("unified")))
+        decode = stack.enter_context(process("engine", env("decode")))
+        until(lambda: notes(world) == [WAITS], "the decode worker says what it waits for")
+        assert all(unit.state == "ready" for unit in world.units(batch_id)), "units wait"
+        prefill = stack.enter_context(process("engine", env("prefill")))
+        until(lambda: world.batch(batch_id).completed > 10, "the first parts")
+        assert has_prefill(world, digest)
+        assert not notes(world)
+        prefill.kill()
+        prefill.wait()
+        assert holds(world, batch_id, decode) or world.batch(batch_id).status == Status.COMPLETED
+        stack.enter_context(process("engine", env("prefill")))
+        before = world.batch(batch_id).completed
+        until(lambda: world.batch(batch_id).completed > min(before + 10, 100), "it goes on with another one")
+        decode.kill()
+        decode.wait()
+        stack.enter_context(process("engine", env("decode")))
+        until(lambda: world.batch(batch_id).status == Status.COMPLETED, "the end of the batch")
+    world.judge(batch_id, Status.COMPLETED)
+    assert len(answers(world, batch_id)) == 120
+
+
+@pytest.mark.slow
+def test_the_halves_answer_as_one(sqlite_world: World, env: Env, tiny: tuple[Path, str]) -> None:
+    world, digest = sqlite_world, tiny[1]
+    world.stem, world.params = STEM, {"temperature": 0.8, "seed": 3}
+    first = world.add_batch(num_lines=40, unit_lines=10, max_tokens=12, digest=digest)
+    with process("control", env("unified")):
+        with process("engine", env("unified")):
+            until(lambda: world.batch(first).status == Status.COMPLETED, "one worker's batch")
+        second = world.add_batch(num_lines=40, unit_lines=10, max_tokens=12, digest=digest)
+        with process("engine", env("prefill")), process("engine", env("decode")):
+            until(lambda: world.batch(second).status == Status.COMPLETED, "two workers' batch")
+    world.judge(second, Status.COMPLETED)
+    assert answers(world, first) == answers(world, second)

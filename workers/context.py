@@ -189,7 +189,6 @@ def _engine(settings: Settings, path: Path, formats: Formats) -> Engine:
         ),
         say=_say,
     )
-    return engine, engine.device
 
 
 def _fake_engine(settings: Settings, path: Path) -> EngineLike:

@@ -97,7 +97,7 @@ def test_a_closed_end_is_noticed_at_once(listener: wires.Listener) -> None:
 
 def test_a_silent_peer_counts_as_lost(listener: wires.Listener) -> None:
     here, there = pair(listener)
-    with pytest.raises(PeerError, match="silent for 0.6 s"):
+    with pytest.raises(PeerError, match=r"silent for 0\.6 s"):
         there.receive()
     here.close()
 

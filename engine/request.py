@@ -30,6 +30,11 @@ class Lane(IntEnum):
     INTERACTIVE = 0
     BATCH = 1
 
+    @classmethod
+    def of(cls, lane: int) -> Lane:
+        """Later lanes are batch work, too."""
+        return cls.INTERACTIVE if lane <= cls.INTERACTIVE else cls.BATCH
+
 
 class Pooling(StrEnum):
     """Which states of a prompt make its vector: that of its last token, or the mean of all."""

@@ -23,7 +23,7 @@ from enum import StrEnum
 import numpy as np
 
 from engine.cache.prefix import Entry, Scope
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Lane, Request
 
 PLACEHOLDER = -1
 """Stands in `tokens` for a token that was sampled but not read yet: the runner takes it from its own last step."""
@@ -71,6 +71,15 @@ class Sequence:
         return self.request.id
 
     @property
+    def lane(self) -> Lane:
+        return Lane.of(self.request.lane)
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether it goes before all batch work."""
+        return self.request.lane <= Lane.INTERACTIVE
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 
@@ -97,6 +106,15 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose KV is to be computed; 0 once the last token that may be sampled has been."""
         return len(self.tokens) - self.computed_tokens if self.num_outputs < self.max_outputs else 0
+
+    def is_ready(self, step: int) -> bool:
+        """Whether it can be computed in a step. A placeholder can only be computed right after the step that samples
+        it. Behind a draft, and where a grammar decides which tokens may come, it must be read first; where penalties
+        count those before, they must have been."""
+        params = self.request.params
+        may_guess = self.last_step == step - 1 and not params.grammar and not self.num_drafted
+        may_guess &= self.num_unread == 1 or not params.has_penalties
+        return self.state is SequenceState.RUNNING and (not self.num_unread or may_guess)
 
     def admit(self, hit_tokens: int) -> None:
         """Starts, or starts again, with the KV of the first `hit_tokens` tokens in place."""

@@ -1,4 +1,4 @@
-"""The arithmetic of one scheduling round: tokens left in the step, and the KV blocks that the future will ask for.
+"""The arithmetic of one scheduling round: what is left of the step, and the KV blocks that the future will ask for.
 
 A request is admitted while the predicted peak fits the pool. Sort sequences by the tokens they still write,
 r₁ ≥ r₂ ≥ …. When sequence i ends, after rᵢ more steps, sequences 1 … i are left and each has grown by rᵢ, so the
@@ -10,24 +10,70 @@ How much a request will still write is a guess: engine/sched/forecast.py learns 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.request import SamplingParams
+from engine.sched.costs import GUESS, Costs, decode_work, prompt_work
+
+_LEAST_TOKENS = 16  # of a prompt, in a step that would be empty without them
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens that may still be computed in the step being planned."""
+    """Tokens that may still be computed in the step being planned, and the seconds that they may take.
+
+    Interactive work comes first, and may exceed the seconds: all that decode, and prompts by `prompt_s`, which is kept
+    for them. If a part of a prompt is left over, batch work gets nothing. Batch work keeps to what remains, but for a
+    step that would be empty without it.
+    """
 
     tokens: int
+    seconds: float = math.inf
+    prompt_s: float = 0.0
+    costs: Costs = GUESS
     spent_tokens: int = 0
+    is_closed: bool = False  # to batch work
 
-    def spend(self, tokens: int) -> None:
+    @property
+    def is_bounded(self) -> bool:
+        """Whether seconds count."""
+        return self.seconds < math.inf
+
+    def takes_decode(self, start: int, *, is_interactive: bool) -> bool:
+        """Whether the next token of a sequence may be computed, behind `start` others."""
+        if not self.tokens or (self.is_closed and not is_interactive):
+            return False
+        if is_interactive or not self.is_bounded or not self.spent_tokens:
+            return True
+        return self.costs.of(decode_work(start)) <= self.seconds
+
+    def chunk_tokens(self, start: int, wanted: int, *, is_interactive: bool) -> int:
+        """How many of the `wanted` next tokens of a prompt may be computed, behind `start` others."""
+        if self.is_closed and not is_interactive:
+            return 0
+        most = min(wanted, self.tokens)
+        if self.is_bounded:
+            seconds = max(self.seconds, self.prompt_s) if is_interactive else self.seconds
+            least = 0 if self.spent_tokens else _LEAST_TOKENS
+            most = min(most, max(self.costs.prompt_tokens(start, seconds), least))
+        if is_interactive and most < wanted:
+            self.is_closed = True
+        return most
+
+    def spend(self, tokens: int, start: int = 0, *, is_decode: bool = False) -> None:
+        """So many tokens of a sequence are computed, behind `start` others."""
         assert 0 < tokens <= self.tokens, f"{tokens} tokens of a budget of {self.tokens}"
         self.tokens -= tokens
         self.spent_tokens += tokens
+        if not self.is_bounded:
+            return
+        seconds = self.costs.of((decode_work if is_decode else prompt_work)(start, tokens))
+        self.seconds -= seconds
+        if not is_decode:
+            self.prompt_s -= seconds
 
 
 class Load(NamedTuple):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from engine.cache.tables import BlockTables
+from engine.request import Expectation
+
 BEYOND_WAITING = float(1 << 50)
 """A next use that is further ahead than the rank of any waiting request."""
 
@@ -33,6 +36,17 @@ class ExpectedUses:
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    def announce(self, name: str, expectation: Expectation | None, tables: BlockTables) -> bool:
+        """Holds what is expected, in the place of what `name` held before; None: nothing more. True if it held
+        something."""
+        had_any = self.drop(name)
+        if expectation is not None:
+            depth = max((depth for depth, _ in expectation.uses), default=0)
+            prefix = expectation.prompt_ids[:depth]
+            keys = tables.prefix_keys(prefix, salt=expectation.salt, adapter=expectation.adapter)
+            self.hold(name, block_uses(keys, tables.block_tokens, expectation.uses))
+        return had_any
 
     def hold(self, name: str, uses: Mapping[bytes, int]) -> None:
         """Takes the place of what `name` held before."""

@@ -1,4 +1,4 @@
-"""Holds the requests that wait, in order of rank, and knows which cached blocks they are going to need.
+"""Holds the requests that wait, by lane and in order of rank, and knows which cached blocks they are going to need.
 
 A follower of a prefix that is being computed is parked under that prefix's last key and comes back when the leader
 commits it or goes away; so a step never looks at it again in between. Removing is lazy: a rank that left stays in the
@@ -14,11 +14,11 @@ from engine.cache.sequence import Sequence
 
 
 class WaitingQueue:
-    """Waiting sequences by rank; ranks are unique."""
+    """Waiting sequences by rank; ranks are unique. Interactive ones stand in a line of their own."""
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
-        self._heap: list[int] = []
+        self._lines: dict[bool, list[int]] = {True: [], False: []}  # heaps of ranks, of interactive ones and of others
         self._parked: dict[bytes, list[int]] = {}
         self._uses: dict[bytes, list[int]] = {}  # key → heap of ranks that need it, the dead ones included
 
@@ -30,7 +30,7 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         self._members[seq.rank] = seq
-        heapq.heappush(self._heap, seq.rank)
+        self.put_back(seq)
         for key in seq.block_keys:
             heapq.heappush(self._uses.setdefault(key, []), seq.rank)
 
@@ -40,16 +40,17 @@ class WaitingQueue:
         for key in seq.block_keys:
             self._drop_dead(key)
 
-    def pop(self) -> Sequence | None:
-        """The next in line, which stays a member: `remove` it, `put_back` or `park` it."""
-        while self._heap:
-            seq = self._members.get(heapq.heappop(self._heap))
+    def pop(self, *, is_interactive: bool) -> Sequence | None:
+        """The next in one of the lines, which stays a member: `remove` it, `put_back` or `park` it."""
+        line = self._lines[is_interactive]
+        while line:
+            seq = self._members.get(heapq.heappop(line))
             if seq is not None:
                 return seq
         return None
 
     def put_back(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, seq.rank)
+        heapq.heappush(self._lines[seq.is_interactive], seq.rank)
 
     def park(self, seq: Sequence, key: bytes) -> None:
         """Out of line until `wake(key)`."""
@@ -59,7 +60,8 @@ class WaitingQueue:
         """Puts the sequences parked under `key` back in line. True if there were any."""
         woken = self._parked.pop(key, [])
         for rank in woken:
-            heapq.heappush(self._heap, rank)
+            if rank in self._members:
+                self.put_back(self._members[rank])
         return bool(woken)
 
     def next_use(self, key: bytes) -> float:
@@ -74,7 +76,8 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a member is neither in line nor parked, or in both."""
-        places = [*self._heap, *(rank for ranks in self._parked.values() for rank in ranks)]
+        heaps = [*self._lines.values(), *self._parked.values()]
+        places = [rank for heap in heaps for rank in heap]
         living = sorted(rank for rank in places if rank in self._members)
         assert living == sorted(self._members), f"{len(self._members)} members in {len(living)} places"
         for seq in self._members.values():
@@ -93,7 +96,8 @@ class WaitingQueue:
 
 class PrefixLeaders:
     """Which running sequence is about to compute the block of which key. A hint that saves work: with colliding keys
-    a sequence may wait for the wrong leader for a while, and is woken when that one's step commits."""
+    a sequence may wait for the wrong leader for a while, and is woken when that one's step commits. An interactive
+    sequence never waits for batch work, which may have to wait itself: it takes the lead."""
 
     def __init__(self) -> None:
         self._leaders: dict[bytes, Sequence] = {}
@@ -101,13 +105,14 @@ class PrefixLeaders:
     def claim(self, seq: Sequence, keys: list[bytes]) -> None:
         """The sequence computes these blocks, but for those that somebody computes already."""
         for key in keys:
-            self._leaders.setdefault(key, seq)
+            if not self._has_leader(key, seq):
+                self._leaders[key] = seq
 
-    def deepest_in_progress(self, keys: list[bytes]) -> bytes | None:
-        """Of the keys that follow a cached prefix, the last one in a row that a leader is computing."""
+    def deepest_in_progress(self, seq: Sequence, keys: list[bytes]) -> bytes | None:
+        """Of the sequence's keys that follow a cached prefix, the last one in a row that a leader is computing."""
         deepest = None
         for key in keys:
-            if key not in self._leaders:
+            if not self._has_leader(key, seq):
                 break
             deepest = key
         return deepest
@@ -121,3 +126,7 @@ class PrefixLeaders:
 
     def leaders(self) -> dict[bytes, Sequence]:
         return dict(self._leaders)
+
+    def _has_leader(self, key: bytes, seq: Sequence) -> bool:
+        leader = self._leaders.get(key)
+        return leader is not None and leader.is_interactive >= seq.is_interactive

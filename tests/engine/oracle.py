@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, Lane, Request, SamplingParams
 from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
 from engine.spec.verify import verified
 
@@ -40,7 +40,7 @@ def answer(request: Request, context_tokens: int = 10**9) -> tuple[list[int], Fi
 
 
 def request(
-    name: str, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", lane: int = 0, **params: Any
+    name: str, prompt: Sequence[int], max_tokens: int = 8, *, salt: str = "", lane: int = Lane.BATCH, **params: Any
 ) -> Request:
     return Request(
         id=name,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from engine.cache.prefix import HashBytes, PrefixIndex, blake2b_128
 from engine.cache.sequence import Sequence
 from engine.request import FinishReason, Request
+from engine.sched.dial import Dial
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
 from engine.spec.speculation import Speculation
@@ -37,6 +38,7 @@ class Harness:
         hash_bytes: HashBytes = blake2b_128,
         next_use: Callable[[bytes], float] | None = None,
         speculation: Speculation | None = None,
+        dial: Dial | None = None,
     ) -> None:
         index = PrefixIndex(block_tokens=block_tokens, hash_bytes=hash_bytes) if prefix_cache else None
         self.scheduler = Scheduler(
@@ -48,6 +50,7 @@ class Harness:
             judge=ends_with_eos,
             next_use=next_use,
             speculation=speculation,
+            dial=dial,
         )
         self.runner = OracleRunner(block_tokens, num_blocks)
         self.step_tokens = step_tokens

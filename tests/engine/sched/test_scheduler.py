@@ -212,7 +212,7 @@ def test_lower_lanes_run_first_and_are_preempted_last() -> None:
     harness.add(request("later", [1] * 4, 12, lane=1, min_tokens=11))
     harness.launch()
     harness.commit()
-    harness.add(request("sooner", [2] * 4, 12, min_tokens=11))
+    harness.add(request("sooner", [2] * 4, 12, lane=0, min_tokens=11))
     harness.run()
     harness.assert_answers()
     assert harness.finished["sooner"].num_preemptions == 0
@@ -379,7 +379,7 @@ def test_seam_4_a_placeholder_is_computed_right_after_the_step_that_samples_it_o
     harness.launch()
     harness.commit()
     harness.launch()
-    child = harness.requests["child"] = request("child", [5], 1, ignore_eos=True)
+    child = harness.requests["child"] = request("child", [5], 1, lane=0, ignore_eos=True)
     harness.scheduler.fork("parent", child)
     plan = harness.launch()
     assert plan is not None

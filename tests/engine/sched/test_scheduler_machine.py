@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=prompts,
         max_tokens=st.integers(1, 12),
         salt=st.sampled_from(["", "", "x"]),
-        lane=st.sampled_from([0, 0, 0, 1]),
+        lane=st.sampled_from([0, 1, 1, 2]),
         seed=st.integers(0, 3),
         is_exact=st.booleans(),
         fails_at=st.sampled_from([None, None, None, None, 1, 3]),

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.cache.sequence import Sequence
+from engine.request import Lane
 from engine.sched.waiting import PrefixLeaders, WaitingQueue
 from tests.engine.oracle import request
 
 KEYS = [b"a", b"b", b"c"]
 
 
-def waiting(rank: int, keys: list[bytes]) -> Sequence:
-    seq = Sequence(request(f"r{rank}", [1]), rank, 1)
+def waiting(rank: int, keys: list[bytes], lane: int = Lane.BATCH) -> Sequence:
+    seq = Sequence(request(f"r{rank}", [1], lane=lane), rank, 1)
     seq.block_keys = keys
     return seq
 
@@ -30,11 +31,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.left: list[Sequence] = []  # popped and removed: preemption may bring them back
         self.seen: set[int] = set()
 
-    @rule(rank=st.integers(0, 99), keys=st.lists(st.sampled_from(KEYS), max_size=3))
-    def add(self, rank: int, keys: list[bytes]) -> None:
+    @rule(rank=st.integers(0, 99), keys=st.lists(st.sampled_from(KEYS), max_size=3), lane=st.sampled_from([0, 1, 2]))
+    def add(self, rank: int, keys: list[bytes], lane: int) -> None:
         if rank not in self.seen:
             self.seen.add(rank)
-            self.members[rank] = waiting(rank, keys)
+            self.members[rank] = waiting(rank, keys, lane)
             self.queue.add(self.members[rank])
 
     @precondition(lambda self: self.left)
@@ -44,10 +45,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.members[seq.rank] = seq
         self.queue.add(seq)
 
-    @rule(then=st.sampled_from(["remove", "put back", *KEYS]))
-    def pop(self, then: str | bytes) -> None:
-        seq = self.queue.pop()
-        in_line = self.members.keys() - self.parked.keys()
+    @rule(then=st.sampled_from(["remove", "put back", *KEYS]), is_interactive=st.booleans())
+    def pop(self, then: str | bytes, is_interactive: bool) -> None:
+        seq = self.queue.pop(is_interactive=is_interactive)
+        own = {rank for rank, member in self.members.items() if member.is_interactive == is_interactive}
+        in_line = own - self.parked.keys()
         assert (seq.rank if seq else None) == min(in_line, default=None)
         if seq is None:
             return
@@ -95,10 +97,11 @@ def test_a_follower_waits_for_the_deepest_block_in_a_row_that_is_being_computed(
     leaders = PrefixLeaders()
     leader = waiting(1, [])
     leaders.claim(leader, [b"a", b"b", b"d"])
-    assert leaders.deepest_in_progress([b"a", b"b", b"c", b"d"]) == b"b"
-    assert leaders.deepest_in_progress([b"c", b"a"]) is None
+    follower = waiting(2, [])
+    assert leaders.deepest_in_progress(follower, [b"a", b"b", b"c", b"d"]) == b"b"
+    assert leaders.deepest_in_progress(follower, [b"c", b"a"]) is None
     assert leaders.give_up(leader, [b"b", b"b", b"x"]) == [b"b"]
-    assert leaders.deepest_in_progress([b"a", b"b"]) == b"a"
+    assert leaders.deepest_in_progress(follower, [b"a", b"b"]) == b"a"
 
 
 def test_only_the_leader_gives_a_key_up() -> None:
@@ -108,3 +111,16 @@ def test_only_the_leader_gives_a_key_up() -> None:
     leaders.claim(other, [b"a", b"b"])
     assert leaders.give_up(other, [b"a", b"b"]) == [b"b"]
     assert leaders.leaders() == {b"a": leader}
+
+
+def test_an_interactive_sequence_takes_the_lead_from_batch_work_and_not_the_other_way_round() -> None:
+    leaders = PrefixLeaders()
+    batch, urgent, other = waiting(1, []), waiting(2, [], Lane.INTERACTIVE), waiting(3, [], Lane.INTERACTIVE)
+    leaders.claim(batch, [b"a", b"b"])
+    assert leaders.deepest_in_progress(urgent, [b"a", b"b"]) is None
+    leaders.claim(urgent, [b"a"])
+    assert leaders.deepest_in_progress(other, [b"a", b"b"]) == b"a"
+    assert leaders.deepest_in_progress(waiting(4, []), [b"a", b"b"]) == b"b"
+    leaders.claim(batch, [b"a"])
+    assert leaders.leaders() == {b"a": urgent, b"b": batch}
+    assert leaders.give_up(batch, [b"a", b"b"]) == [b"b"]

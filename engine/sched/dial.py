@@ -1,0 +1,67 @@
+"""Turns the targets for interactive answers into seconds that a step may take.
+
+The targets are the time to the first token (TTFT) and the time between two tokens (ITL). The rule:
+
+1. With an interactive answer under way a step takes at most ITL: each step is one gap between its tokens.
+2. As long as interactive requests come, any step takes at most TTFT / 3: one that arrives waits for the step in flight,
+   then for its own, and a third is left for a prompt that needs several and for another one that came at once. Where
+   a further step is launched before the last one is read, it is TTFT / 4.
+3. Interactive work is never held back by batch work. Within the limit it comes first, its prompts in pieces that leave
+   the others' tokens in time, but never less than a quarter of the limit; batch work gets what remains, and nothing
+   while a part of an interactive prompt is left over.
+4. Without targets, or when no interactive request was there for 60 s of steps, steps are full: nothing is lost.
+
+Steps vary, so the limit is divided by how much longer than predicted three in a thousand of the last steps were. A step
+that would be empty takes a little batch work all the same: targets that can't be reached stop nothing for good.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.sched.budget import StepBudget
+from engine.sched.costs import MeasuredCosts, Work
+
+QUIET_S = 60.0
+"""Seconds of steps without interactive requests, after which none is expected at any moment."""
+_PROMPT_SHARE = 0.25  # of the limit, which interactive prompts may take whatever else there is
+_LATE_SHARE = 0.003  # of steps, which may be longer than what is reckoned with
+_LEARNS = 0.02  # by so much more is reckoned with after a step that was longer
+_MOST_SPREAD = 2.0
+
+
+class Dial:
+    """Bounds the steps of one engine. `ttft_s` and `itl_s` are targets, None for any time; `steps_ahead` is how many
+    steps are launched before the oldest is read. What a step costs is measured (engine/sched/costs.py)."""
+
+    def __init__(self, *, ttft_s: float | None = None, itl_s: float | None = None, steps_ahead: int = 0) -> None:
+        self._ttft_s = math.inf if ttft_s is None else ttft_s / (3 + steps_ahead)
+        self._itl_s = math.inf if itl_s is None else itl_s
+        self._measured = MeasuredCosts()
+        self._spread = 1.2
+        self._quiet_s = math.inf
+
+    def budget(self, tokens: int, *, is_interactive: bool, is_answering: bool) -> StepBudget:
+        """Of the next step, of at most so many tokens. `is_interactive`: an interactive request is there;
+        `is_answering`: one has its first token."""
+        if is_interactive:
+            self._quiet_s = 0.0
+        limit_s = min(self._ttft_s, self._itl_s if is_answering else math.inf) / self._spread
+        if self._quiet_s > QUIET_S or limit_s == math.inf:
+            return StepBudget(tokens)
+        costs = self._measured.costs
+        return StepBudget(tokens, limit_s - costs.step_s, _PROMPT_SHARE * limit_s, costs)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a target, so that steps should be measured."""
+        return min(self._ttft_s, self._itl_s) < math.inf
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """A step took so long."""
+        costs = self._measured.costs
+        longer = seconds / max(costs.step_s + costs.of(work), 1e-9)
+        self._spread += _LEARNS * (1 - _LATE_SHARE if longer > self._spread else -_LATE_SHARE)
+        self._spread = min(max(self._spread, 1.0), _MOST_SPREAD)
+        self._quiet_s += seconds
+        self._measured.observe(work, seconds)

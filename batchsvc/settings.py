@@ -116,6 +116,16 @@ class Settings(BaseSettings):
     )
     step_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(default=256, ge=1, description="most sequences in one step")
+    ttft_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="time to the first token that batch work leaves interactive requests, in milliseconds; unset: any",
+    )
+    itl_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="time between two tokens that batch work leaves interactive answers, in milliseconds; unset: any",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the engine runs; auto: on a GPU that can run the formats, else on the CPU"
     )

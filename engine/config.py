@@ -53,6 +53,8 @@ class EngineConfig:
     `reproducible`   the same tokens bit for bit whatever else is in the batch; None: where that costs nothing
     `spec`           one of SPEC_MODES
     `draft`          path of a smaller model of the same vocabulary that proposes tokens
+    `ttft_target_ms` time to the first token of interactive requests, and
+    `itl_target_ms`  between their tokens, which batch work leaves them (engine/sched/dial.py); None: any
     `prefix_cache`   off only in tests and measurements
     `poison`         overwrite freed blocks with NaN, so that a read of one is seen (tests)
     """
@@ -72,6 +74,8 @@ class EngineConfig:
     reproducible: bool | None = None
     spec: str = "auto"
     draft: str | None = None
+    ttft_target_ms: float | None = None
+    itl_target_ms: float | None = None
     prefix_cache: bool = True
     poison: bool = False
 
@@ -90,4 +94,6 @@ class EngineConfig:
         check(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
         check(self.spec in SPEC_MODES, "spec", f"one of {', '.join(SPEC_MODES)}")
         check(self.spec != "draft" or self.draft is not None, "draft", "a model, as spec is 'draft'")
+        for name in ("ttft_target_ms", "itl_target_ms"):
+            check(getattr(self, name) is None or getattr(self, name) > 0, name, "above 0")
         check(self.threads is None or self.threads >= 1, "threads", "at least 1")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from engine.answer import Answer
 from engine.cache.passing import BlockBytes, Origin, Passing
@@ -37,8 +37,11 @@ from engine.request import (
     TokenLogprobs,
     Usage,
 )
+from engine.sched.costs import work_of
+from engine.sched.dial import Dial
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import Scheduler
+from engine.signals import Signals
 from engine.spec.choose import speculation_for
 from engine.spec.speculation import Speculation
 from engine.structure import forms
@@ -118,6 +121,12 @@ class Engine:
         self._backlog = _BACKLOG_STEPS * config.max_running
         index = PrefixIndex(block_tokens=config.block_tokens, layout=runner.layout_id, model=runner.digest)
         self._speculation = speculation or speculation_for(config, runner, text, say)
+        self._overlapping = _overlapping(runner, config.overlap)
+        self._dial = Dial(
+            ttft_s=_seconds(config.ttft_target_ms),
+            itl_s=_seconds(config.itl_target_ms),
+            steps_ahead=int(self._overlapping is not None),
+        )
         self.scheduler = Scheduler(
             num_blocks=runner.num_blocks,
             block_tokens=config.block_tokens,
@@ -126,6 +135,7 @@ class Engine:
             index=index if config.prefix_cache else None,
             judge=self._judge,
             speculation=self._speculation,
+            dial=self._dial,
         )
         self._intake = Intake(
             lambda request: refusal(request, vocab_size=self._vocab_size, context_tokens=self._context_tokens)
@@ -138,13 +148,15 @@ class Engine:
         self._output = StepOutput()
         self._is_broken = False
         self._say = say
-        self._overlapping = _overlapping(runner, config.overlap)
+        self._signals = Signals()
+        self._read_s = 0.0  # when the step that is being committed was read
         self._flight: tuple[StepPlan, Launched, float] | None = None  # launched and not read, and since when
         self._landed_s = 0.0
 
     def add(self, request: Request) -> None:
         """Queues a request. One that can't be run ends as an error completion; raises RequestError only for an id
         that is still under way. Thread-safe."""
+        self._signals.arrive(request.id, perf_counter())
         self._intake.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -176,8 +188,11 @@ class Engine:
         """Computes one step and returns what it brought; without work, nothing."""
         if self._is_broken:
             raise EngineError("A step of this engine failed before; build a new one.")
+        began_s = perf_counter()
         try:
             self._output = self._intake.take_held()
+            for completion in self._output.completions:
+                self._signals.leave(completion.request_id)
             self._take_in()
             seen = self._land() if self._wants_tokens() else []
             plan = self.scheduler.schedule()
@@ -186,6 +201,8 @@ class Engine:
             else:
                 ended = self.scheduler.take_finished() if plan is None else self._execute(plan)
             self._complete(ended)
+            if plan is not None and self._overlapping is None:
+                self._observe(plan, perf_counter() - began_s)
             if ended and not self.scheduler.has_work() and self._flight is None:
                 self.scheduler.check_integrity()
         except BaseException:
@@ -242,6 +259,10 @@ class Engine:
             accepted_tokens=counters.accepted_tokens,
         )
 
+    def signals(self) -> dict[str, Any]:
+        """Its speed by lane, as plain data (engine/signals.py); sorts some thousand times. Thread-safe."""
+        return self._signals.shown(self.scheduler.counters, perf_counter())
+
     def close(self) -> None:
         """Takes no more requests."""
         self._intake.close()
@@ -283,10 +304,17 @@ class Engine:
             return self.scheduler.take_finished()
         (plan, flight, launched_s), self._flight = self._flight, None
         result = flight.result()
+        began_s, self._landed_s = max(launched_s, self._landed_s), perf_counter()
+        self._observe(plan, self._landed_s - began_s)
         if self._speculation is not None:
-            began_s, self._landed_s = max(launched_s, self._landed_s), perf_counter()
             self._speculation.observe(plan, self._landed_s - began_s)
         return self._commit(plan, result)
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long, from its plan to its answers or, where steps overlap, from the end of the one before."""
+        self._signals.step(seconds)
+        if self._dial.is_set:
+            self._dial.observe(work_of(plan), seconds)
 
     def _wants_tokens(self) -> bool:
         """Whether drafts may be worth more than planning ahead."""
@@ -295,6 +323,7 @@ class Engine:
         return self._speculation.wants_tokens(self.scheduler.num_running)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[RunningSequence]:
+        self._read_s = perf_counter()
         self._logprobs = {seq_id: iter(found) for seq_id, found in result.logprobs.items()}
         return self.scheduler.commit(plan, self._forms.follow(plan, result))
 
@@ -350,6 +379,7 @@ class Engine:
     def _judge(self, seq: RunningSequence, token_id: int) -> FinishReason | None:
         request_id, answer = self._choices.request_id(seq.id), self._answers[seq.id]
         choice = seq.request.choice if request_id != seq.id else None
+        self._signals.token(request_id, seq.id, seq.lane, self._read_s)
         if seq.num_known == seq.num_prompt_tokens + 1 and not choice:
             self._output.hit_tokens[request_id] = seq.hit_tokens or 0
         logprobs = next(self._logprobs[seq.id]) if seq.id in self._logprobs else None
@@ -365,6 +395,7 @@ class Engine:
         for seq in ended:
             assert seq.finish_reason is not None, f"{seq.id} ended without a reason"
             request = seq.request
+            self._signals.end(seq.id)
             if request.pooling is not None:
                 self._complete_pooled(seq)
                 continue
@@ -399,6 +430,7 @@ class Engine:
         completion = self._choices.end(ended)
         if completion is not None:
             self._output.completions.append(completion)
+            self._signals.leave(completion.request_id)
             self._intake.done([completion.request_id])
 
     def _hand_out(
@@ -428,6 +460,10 @@ class Engine:
                 stopped_by=answer.stopped_by if reason is FinishReason.STOP else None,
             )
         )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _overlapping(runner: Runner, wanted: bool | None) -> OverlappingRunner | None:

@@ -2,7 +2,8 @@
 
 What it says is a function of the request alone and has the shape that is asked for: several answers, forms, calls of
 tools, logprobs, vectors (engine/fake_answers.py). Requests begin oldest first, at most `max_running` at once, and share
-`tokens_per_s` output tokens a second in turn (0: as fast as it can). The witness file gets JSON lines:
+`tokens_per_s` output tokens a second in turn (0: as fast as it can); interactive ones come before batch work, which
+gives its places to them. The witness file gets JSON lines:
 {"event": "start" | "end", "id", "t"} when a request begins to run and when it ends, so that tests can count how often
 something was executed, and {"event": "tokens", "tokens": {id: count}, "t"} for each step, so that they can count what
 was generated and see when. What a request resumes was not generated here.
@@ -23,8 +24,10 @@ from engine.fake_answers import FakeAnswers, vectors_of
 from engine.fake_job import Job
 from engine.faults import Faults
 from engine.intake import EngineStats, Intake, refusal, run_requests
-from engine.request import Completion, Expectation, FinishReason, Request, StepOutput
+from engine.request import Completion, Expectation, FinishReason, Lane, Request, StepOutput
+from engine.sched.counters import Counters
 from engine.sched.limits import StepLimits
+from engine.signals import Signals
 from engine.structure import forms
 from engine.structure.grammar import GrammarError
 from engine.text import TextModel
@@ -59,13 +62,15 @@ class FakeEngine:
         # unbuffered: a line is one write, whole whatever other processes append and whenever this one is killed
         self._witness = witness.open("ab", buffering=0) if witness is not None else None
         self._intake = Intake(lambda request: refusal(request, vocab_size=vocab_size, context_tokens=context_tokens))
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[Lane, deque[Request]] = {lane: deque() for lane in Lane}
         self._running: dict[str, Job] = {}
-        self._paused: deque[Job] = deque()  # begun, and put aside because memory ran short
-        self._steps = self._chunks = self._prompt_tokens = self._output_tokens = self._shortages = 0
+        self._paused: deque[Job] = deque()  # begun, and put aside because memory or places ran short
+        self._counters = Counters()
+        self._signals = Signals()
 
     def add(self, request: Request) -> None:
         """As Engine.add."""
+        self._signals.arrive(request.id, time.monotonic())
         self._intake.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -76,7 +81,7 @@ class FakeEngine:
         """As Engine.expect; without a cache there is nothing to keep."""
 
     def has_work(self) -> bool:
-        return bool(self._intake.has_work() or self._waiting or self._paused or self._running)
+        return bool(self._intake.has_work() or any(self._waiting.values()) or self._paused or self._running)
 
     def num_unfinished(self) -> int:
         return self._intake.num_unfinished()
@@ -84,18 +89,20 @@ class FakeEngine:
     def step(self) -> StepOutput:
         """Runs the oldest requests as far as one step's tokens go."""
         output = self._intake.take_held()
+        began_s = time.monotonic()
         self._take_in(output)
-        while len(self._running) < self._limits.max_running and (self._paused or self._waiting):
-            job = self._paused.popleft() if self._paused else self._start(self._waiting.popleft())
-            self._running[job.request.id] = job
+        self._fill()
         if not self._faults.has_room(len(self._running)):
             self._make_smaller()
         elif self._running:
-            self._steps += 1
-            self._chunks += len(self._running)
+            self._counters.steps += 1
+            self._counters.chunks += len(self._running)
             self._spend(output)
             self._limits.observe_step()
-            self._faults.hold(self._output_tokens)
+            self._faults.hold(self._counters.output_tokens)
+            self._signals.step(time.monotonic() - began_s)
+        for completion in output.completions:
+            self._signals.leave(completion.request_id)
         self._intake.done(completion.request_id for completion in output.completions)
         return output
 
@@ -118,20 +125,25 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         """As Engine.stats; there are no blocks and no prefix cache."""
+        counters = self._counters
         return EngineStats(
-            waiting=len(self._waiting) + len(self._paused),
+            waiting=sum(map(len, self._waiting.values())) + len(self._paused),
             running=sum(job.request.n for job in self._running.values()),  # as sequences, which an engine counts
-            steps=self._steps,
+            steps=counters.steps,
             used_blocks=0,
             num_blocks=0,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=counters.prompt_tokens,
             hit_tokens=0,
-            computed_tokens=self._prompt_tokens + self._output_tokens,
-            output_tokens=self._output_tokens,
-            preemptions=0,
-            mean_running=self._chunks / max(self._steps, 1),
-            shortages=self._shortages,
+            computed_tokens=counters.computed_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            mean_running=counters.chunks / max(counters.steps, 1),
+            shortages=counters.shortages,
         )
+
+    def signals(self) -> dict[str, Any]:
+        """As Engine.signals."""
+        return self._signals.shown(self._counters, time.monotonic())
 
     def close(self) -> None:
         """Takes no more requests and closes the witness file."""
@@ -145,10 +157,40 @@ class FakeEngine:
             if isinstance(item, str):
                 self._abort(item, output)
             elif isinstance(item, Request):
-                self._waiting.append(item)
+                lane = Lane.of(item.lane)
+                self._waiting[lane].append(item)
+                self._counters.lanes[lane].open += item.n
+
+    def _fill(self) -> None:
+        urgent, late = self._waiting[Lane.INTERACTIVE], self._waiting[Lane.BATCH]
+        while urgent and self._has_place():
+            self._run(self._start(urgent.popleft()))
+        while len(self._running) < self._limits.max_running and (self._paused or late):
+            self._run(self._paused.popleft() if self._paused else self._start(late.popleft()))
+
+    def _run(self, job: Job) -> None:
+        self._running[job.request.id] = job
+        self._counters.lanes[Lane.of(job.request.lane)].running += job.request.n
+
+    def _has_place(self) -> bool:
+        """For one more interactive request; the batch work that began last gives its own up."""
+        if len(self._running) < self._limits.max_running:
+            return True
+        victim = next((job for job in reversed(self._running.values()) if job.request.lane > Lane.INTERACTIVE), None)
+        if victim is not None:
+            self._counters.preemptions += 1
+            self._put_aside(victim)
+        return victim is not None
+
+    def _put_aside(self, job: Job) -> None:
+        del self._running[job.request.id]
+        self._counters.lanes[Lane.of(job.request.lane)].running -= job.request.n
+        self._paused.appendleft(job)
 
     def _start(self, request: Request) -> Job:
-        self._prompt_tokens += len(request.prompt_ids)
+        lane = self._counters.lanes[Lane.of(request.lane)]
+        lane.prompt_tokens += len(request.prompt_ids)
+        lane.computed_tokens += len(request.prompt_ids)
         try:
             job = Job.begin(request, self._answers.of(request))
         except GrammarError as error:
@@ -161,21 +203,27 @@ class FakeEngine:
 
     def _make_smaller(self) -> None:
         """What a real engine does when memory ran short: all wait, and fewer go on together."""
-        self._shortages += 1
+        self._counters.shortages += 1
         if not self._limits.lower(self._limits.step_tokens, len(self._running)):
             raise MemoryShortageError("A step needs more memory than there is.")
-        self._paused.extendleft(reversed(self._running.values()))
-        self._running.clear()
+        for job in reversed(list(self._running.values())):
+            self._put_aside(job)
 
     def _spend(self, output: StepOutput) -> None:
         left = self._limits.step_tokens
         served: dict[str, int] = {}
-        for num_others, job in zip(reversed(range(len(self._running))), list(self._running.values()), strict=True):
+        jobs = sorted(self._running.values(), key=lambda job: Lane.of(job.request.lane))
+        now_s = time.monotonic()
+        for num_others, job in zip(reversed(range(len(jobs))), jobs, strict=True):
             share = min(max(left // (num_others + 1), 1), left, job.num_left)
             request_id = job.request.id
             if share:
                 served[request_id] = share
                 output.add_all(job.take(share))
+                lane = Lane.of(job.request.lane)
+                self._counters.lanes[lane].output_tokens += share
+                self._counters.lanes[lane].computed_tokens += share
+                self._signals.token(request_id, request_id, lane, now_s)
             job.steps += bool(share)
             left -= share
             if job.error is not None:
@@ -186,7 +234,6 @@ class FakeEngine:
                 self._running[request_id] = self._running.pop(request_id)  # the others come first next time
             if left == 0:
                 break
-        self._output_tokens += sum(served.values())
         if served:
             self._testify({"event": "tokens", "tokens": served})
         if self._tokens_per_s:
@@ -202,14 +249,19 @@ class FakeEngine:
                 self._paused.remove(paused)
                 self._end(paused, FinishReason.ABORT, output)
                 return
-        for request in self._waiting:
+        for request in [*self._waiting[Lane.INTERACTIVE], *self._waiting[Lane.BATCH]]:
             if request.id == request_id:
-                self._waiting.remove(request)
+                self._waiting[Lane.of(request.lane)].remove(request)
+                self._counters.lanes[Lane.of(request.lane)].open -= request.n
                 output.completions.append(Job(request).completion(FinishReason.ABORT))
                 return
 
     def _end(self, job: Job, reason: FinishReason, output: StepOutput) -> None:
-        self._running.pop(job.request.id, None)
+        lane = self._counters.lanes[Lane.of(job.request.lane)]
+        lane.open -= job.request.n
+        if self._running.pop(job.request.id, None) is not None:
+            lane.running -= job.request.n
+        self._signals.end(job.request.id)
         self._testify({"event": "end", "id": job.request.id})
         completion = job.completion(reason)
         if job.request.pooling is not None and reason is FinishReason.STOP:

@@ -22,6 +22,7 @@ import batchsvc.batches.quote_routes
 import batchsvc.batches.result_routes
 import batchsvc.batches.routes
 import batchsvc.batches.stop_routes
+import batchsvc.batches.worker_routes
 import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
@@ -102,6 +103,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.include_router(batchsvc.batches.explain_routes.router)
     app.include_router(batchsvc.batches.result_routes.router)
     app.include_router(batchsvc.batches.stop_routes.router)
+    app.include_router(batchsvc.batches.worker_routes.router)
     app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)

@@ -13,6 +13,7 @@ from batchsvc.batches import finalize_queries, queries, reconcile_sample_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
+from batchsvc.engine_metrics import EngineMetrics
 from batchsvc.settings import Settings
 
 _MODEL_LABELS = ("model", "model_digest")
@@ -68,6 +69,7 @@ class Metrics:
     def __init__(self, db: Database, settings: Settings) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(SqlGauges(db, settings))
+        self._registry.register(EngineMetrics(db, settings.renew_s))
 
     def text(self) -> bytes:
         """All metrics as text."""

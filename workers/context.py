@@ -184,6 +184,8 @@ def _engine(settings: Settings, path: Path, formats: Formats) -> Engine:
             draft=None if settings.draft is None else str(locate(settings.draft)),
             step_tokens=settings.step_tokens,
             max_running=settings.max_running,
+            ttft_target_ms=settings.ttft_target_ms,
+            itl_target_ms=settings.itl_target_ms,
             device=settings.device,
             threads=settings.threads,
         ),

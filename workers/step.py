@@ -86,6 +86,7 @@ class EngineRun:
         self._engine = engine
         self._signals = 0
         self._is_drained = False
+        self._seen_busy = (0.0, monotonic_s())  # at the last heartbeat: seconds that the engine was stepping, and when
         self._night = Night.from_settings(settings)
         self._ended = threading.Event()
         self._breaker = Breaker()
@@ -245,12 +246,19 @@ class EngineRun:
         if is_due:
             self._dispatcher.finalize(unit.batch_id)
 
+    def _busy_share(self) -> float:
+        """Of the time since the last heartbeat."""
+        (busy_s, then_s), self._seen_busy = self._seen_busy, (self._pump.busy_s, monotonic_s())
+        return round(min((self._seen_busy[0] - busy_s) / max(self._seen_busy[1] - then_s, 1e-3), 1.0), 4)
+
     def _beat(self) -> Beat:
         stats = self._engine.stats()
         shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
         shown |= {
             "units": self._units.num_live(),
             "busy_ms": round(1000 * self._pump.busy_s),
+            "busy_share": self._busy_share(),
+            **self._engine.signals(),
             "note": self._note(),
         }
         return Beat(self._units.is_draining, shown)

@@ -100,6 +100,15 @@ def served_digests(session: Session, since_ms: int) -> set[str]:
     return set(session.scalars(alive.distinct()))
 
 
+def names_by_digest(session: Session) -> dict[str, str]:
+    """The oldest name of each model that was registered."""
+    names: dict[str, str] = {}
+    for row in sorted(models(session), key=lambda row: (row.created_ms, row.id)):
+        if row.alias_of is None:
+            names.setdefault(row.digest, row.id)
+    return names
+
+
 def batches_by_status(session: Session) -> dict[str, int]:
     """Number of batches in each status that occurs."""
     return _counts(session, select(Batch.status, func.count()).group_by(Batch.status))

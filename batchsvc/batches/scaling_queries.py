@@ -47,10 +47,6 @@ def demands(session: Session, night: Night, renew_s: float) -> list[Demand]:
     backlogs = unit_queries.scaling(session, night.is_open(now))
     workers = queries.live_workers_by_model(session, alive_since_ms(session, renew_s))
     rates = _rates(session, workers, now)
-    names: dict[str, str] = {}
-    for row in sorted(queries.models(session), key=lambda row: (row.created_ms, row.id)):
-        if row.alias_of is None:
-            names.setdefault(row.digest, row.id)
     return [
         Demand(
             model=name,
@@ -60,7 +56,7 @@ def demands(session: Session, night: Night, renew_s: float) -> list[Demand]:
             tokens_per_s=rates.get(digest, _ASSUMED_TOKENS_PER_S),
             workers=workers.get(digest, 0),
         )
-        for digest, name in names.items()
+        for digest, name in queries.names_by_digest(session).items()
     ]
 
 

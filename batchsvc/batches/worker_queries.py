@@ -47,6 +47,11 @@ def forget_dead(session: Session, silent_s: float) -> int:
     return len(session.execute(delete(Worker).where(silent, ~holds).returning(Worker.id)).all())
 
 
+def alive(session: Session, since_ms: int) -> list[Worker]:
+    """Workers that gave a sign of life since then."""
+    return list(session.scalars(select(Worker).where(Worker.beat_ms >= since_ms).order_by(Worker.id)))
+
+
 def notes(session: Session, since_ms: int) -> dict[str, str]:
     """What workers that are alive wait for, by the digest of their model; one of several."""
     alive = session.execute(select(Worker.model_digest, Worker.stats).where(Worker.beat_ms >= since_ms))

@@ -30,6 +30,7 @@ from batchsvc.cli.reconcile import reconcile
 from batchsvc.cli.results import results
 from batchsvc.cli.run import run
 from batchsvc.cli.stops import help_table as stops_table
+from batchsvc.cli.top import top
 
 app = typer.Typer(
     name="batchsvc",
@@ -76,6 +77,7 @@ app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(lifecycle.status)
 app.command()(lifecycle.logs)
+app.command()(top)
 app.command()(doctor.doctor)
 app.command()(usage.usage)
 app.command()(usage.costs)

@@ -29,6 +29,7 @@ import batchsvc.billing.usage_routes
 import batchsvc.files.routes
 import batchsvc.files.store_routes
 import batchsvc.files.upload_routes
+import batchsvc.interactive.routes
 import batchsvc.webhooks.routes
 from batchsvc import logs
 from batchsvc.accounts.caller import CallerDep, require_caller
@@ -43,6 +44,7 @@ from batchsvc.http import errors
 from batchsvc.http.deps import Context
 from batchsvc.http.description import describe, sends
 from batchsvc.http.middleware import BodyLimit, RequestMiddleware
+from batchsvc.interactive.switchboard import Switchboard
 from batchsvc.metrics import Metrics
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -66,9 +68,14 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         discard=_discard,
     )
 
+    switchboard = Switchboard(
+        settings.redis_url, most_calls=settings.interactive_max, most_bytes=settings.interactive_buffer_bytes
+    )
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
+        await switchboard.close()
         context.dispatcher.close()
         checks.close()
         db.dispose()
@@ -83,6 +90,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         lifespan=lifespan,
     )
     app.state.context = context
+    app.state.switchboard = switchboard
     app.add_middleware(
         RequestMiddleware,
         limits=[
@@ -108,6 +116,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)
     app.include_router(batchsvc.webhooks.routes.router)
+    app.include_router(batchsvc.interactive.routes.router)
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:

@@ -7,6 +7,8 @@ ServiceError(message, status, type, code, param)
 ├── NotFoundError         404  no such object in this project
 ├── TooLargeError         413  over a limit of bytes
 ├── MismatchError         422  a name that already means another call
+├── OverloadedError       429  more calls than are taken at once
+├── NoFundsError          429  the project's budget or balance doesn't allow it
 └── UnavailableError      503  a service that we need doesn't answer
 """
 
@@ -69,6 +71,20 @@ class MismatchError(ServiceError):
 
     status = 422
     type = "invalid_request_error"
+
+
+class OverloadedError(ServiceError):
+    """There are too many calls at this moment."""
+
+    status = 429
+    type = "rate_limit_error"
+
+
+class NoFundsError(ServiceError):
+    """The project may not spend what the call can cost; trying again changes nothing."""
+
+    status = 429
+    type = "insufficient_quota"
 
 
 class UnavailableError(ServiceError):

@@ -32,6 +32,10 @@ def message_batch_id() -> str:
     return "msgbatch_" + random_text(24)
 
 
+def call_id() -> str:
+    return "call_" + random_text(24)
+
+
 def quote_id() -> str:
     return "quote_" + random_text(24)
 

@@ -132,6 +132,17 @@ class Settings(BaseSettings):
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: all cores")
 
     public_url: str | None = Field(
+    interactive_max: int = Field(
+        default=128, ge=1, description="most interactive calls at once, of an API process and of an engine worker"
+    )
+    interactive_timeout_s: float = Field(default=600, gt=0, description="longest time of an interactive call")
+    interactive_stall_s: float = Field(
+        default=30, gt=0, description="how long the client of an interactive call may read or send nothing"
+    )
+    interactive_buffer_bytes: int = Field(
+        default=262_144, ge=1_024, description="most of an answer that waits for a client which reads too slowly"
+    )
+
         default=None, description="address of the API as clients see it, such as https://batch.example.com"
     )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")

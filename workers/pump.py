@@ -20,7 +20,7 @@ import structlog
 from batchsvc import logs
 from batchsvc.clock import monotonic_s
 from engine.errors import DeviceError, RequestError
-from engine.request import Completion, Expectation, Request, StepOutput
+from engine.request import Completion, Expectation, NewText, Request, StepOutput
 from workers.exits import WorkerExit
 from workers.generated import Generated, Growing
 from workers.thread import WorkThread
@@ -73,12 +73,22 @@ class Source(Protocol):
     def refuse(self, request_id: str, error: RequestError) -> None:
         """The engine didn't take one of its requests."""
 
+    def grow(self, request_id: str, texts: list[NewText]) -> None:
+        """Text became certain of one of its streamed requests."""
+
 
 class _Inside(NamedTuple):
     """A request in the engine: whose it is, and how many answers it has."""
 
     source: Source
     answers: int
+
+
+class _Growth(NamedTuple):
+    """New text of a streamed request."""
+
+    request_id: str
+    texts: list[NewText]
 
 
 class Pump:
@@ -101,7 +111,7 @@ class Pump:
         self._leaving: set[str] = set()  # those of them that the engine hasn't let go of yet
         self._mark = (0, 0)  # how far the engine was when it was last seen to move
         self._still_s = 0.0
-        self._ended: deque[Completion] = deque()
+        self._ended: deque[Completion | _Growth] = deque()
         self._wake = threading.Event()
         self._work = threading.Event()
         self._stopped = threading.Event()
@@ -197,7 +207,8 @@ class Pump:
             self.busy_s += monotonic_s() - began_s
             with self._lock:
                 self._note(output)
-            if output.completions:
+            if output.completions or output.texts:
+                self._ended.extend(_Growth(*one) for one in output.texts.items())
                 self._ended.extend(output.completions)
                 self._wake.set()
 
@@ -218,6 +229,9 @@ class Pump:
     def _hand_out(self) -> None:
         while self._ended:
             completion = self._ended.popleft()
+            if isinstance(completion, _Growth):
+                self._tell(completion)
+                continue
             with self._lock:
                 inside = self._inside.pop(completion.request_id, None)
             if inside is not None:
@@ -226,6 +240,12 @@ class Pump:
                 self._leaving.discard(completion.request_id)
                 if completion.request_id not in self._withdrawn:
                     self._generated.pop(completion.request_id, None)
+
+    def _tell(self, growth: _Growth) -> None:
+        with self._lock:
+            inside = self._inside.get(growth.request_id)
+        if inside is not None:
+            inside.source.grow(growth.request_id, growth.texts)
 
     def _fill(self) -> None:
         for source in self._sources:

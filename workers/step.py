@@ -38,8 +38,10 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.config import Formats, fingerprint
 from workers.breaker import Breaker
+from workers.call_lines import CallLines
 from workers.exits import WorkerExit
 from workers.intake import Intake
+from workers.interactive import CallSource
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
 from workers.thread import WorkThread
@@ -93,12 +95,13 @@ class EngineRun:
         self._pump = Pump(
             engine, waiting_requests=settings.waiting_requests, on_failure=on_failure or _end_this_process
         )
+        answers_by = fingerprint(digest, formats, device)
         self._units = UnitSource(
             db,
             breaker=self._breaker,
             engine=self._pump,
             on_end=self._unit_ended,
-            fingerprint=fingerprint(digest, formats, device),
+            fingerprint=answers_by,
             may_claim=lambda: self._note() is None,
         )
         self._leases = LeaseKeeper(
@@ -140,6 +143,13 @@ class EngineRun:
             is_night=lambda: self._night.is_open(now_ms()),
             on_crash=self._pump.crashed,
         )
+        self._calls = CallSource(
+            engine=self._pump, owner=owner, most_calls=settings.interactive_max, fingerprint=answers_by
+        )
+        self._lines = CallLines(
+            settings.redis_url, self._calls, digest=digest, owner=owner, on_crash=self._pump.crashed
+        )
+        self._pump.attach(self._calls)  # first: somebody waits for these
         self._pump.attach(self._units)
         self._guard = WorkThread("guard", self._watch, self._pump.crashed)
 
@@ -160,6 +170,7 @@ class EngineRun:
         self._writer.start()
         self._pump.start()
         self._intake.start()
+        self._lines.start()
         self._guard.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
 
@@ -178,7 +189,7 @@ class EngineRun:
     def signalled(self) -> None:
         """Called in the signal handler: from now on nothing is claimed; a second call shortens the drain."""
         self._signals += 1
-        self._units.is_draining = True
+        self._units.is_draining = self._calls.is_draining = True
 
     def drain(self) -> None:
         """End in order, within the grace. Later calls do nothing."""
@@ -189,6 +200,7 @@ class EngineRun:
         log.info("worker.draining", worker=self.owner, units=self._units.num_live())
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
+        self._calls.is_draining = True
         self._intake.close()
         if self.failure is None:  # a dead engine runs nothing on
             self._units.drain()
@@ -197,6 +209,8 @@ class EngineRun:
         # from here on no token is generated: what is saved now is all there is. Nobody waits for an engine that hangs.
         self._pump.stop(_LOOK_S if has_failed else margin_s / 4)
         self._units.stop_all(crashed=has_failed)
+        self._calls.stop_all()
+        self._lines.stop(_LAST_WRITE_S)
         self._wait_for_units(end_s - margin_s / 4)
         self._writer.stop(_LAST_WRITE_S)
         self._leases.stop(_LAST_WRITE_S)
@@ -231,8 +245,11 @@ class EngineRun:
             seen_s = now_s
 
     def _wait_for_units(self, until_s: float, unless: Callable[[], bool] = lambda: False) -> None:
-        while self._units.num_live() + self._writer.num_open() and monotonic_s() < until_s and not unless():
+        while self._num_unfinished() and monotonic_s() < until_s and not unless():
             time.sleep(_LOOK_S)
+
+    def _num_unfinished(self) -> int:
+        return self._units.num_live() + self._writer.num_open() + self._calls.num_open()
 
     def _unit_ended(self, unit: ClaimedUnit, is_done: bool) -> None:
         if not is_done:
@@ -256,6 +273,7 @@ class EngineRun:
         shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
         shown |= {
             "units": self._units.num_live(),
+            "calls": self._calls.num_open(),
             "busy_ms": round(1000 * self._pump.busy_s),
             "busy_share": self._busy_share(),
             **self._engine.signals(),

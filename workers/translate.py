@@ -23,8 +23,8 @@ from engine.request import Begun, Completion, Expectation, FinishReason, Pooling
 from workers.generated import Generated, joined
 
 # codes of requests that no engine could run
-_OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
-_SAME_AGAIN = _OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
+OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
+_SAME_AGAIN = OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def to_lines(
     if completion.finish_reason is FinishReason.ERROR:
         code = completion.error_code or "engine_error"
         says = completion.error_message or "The engine could not run this request."
-        return to_errors(unit, open_row, code=code, message=says, status=400 if code in _OWN_FAULT else 500)
+        return to_errors(unit, open_row, code=code, message=says, status=400 if code in OWN_FAULT else 500)
     row = open_row.row
     return [
         FinishedLine(

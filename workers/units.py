@@ -22,7 +22,7 @@ from batchsvc.batches.unit_queries import Claim, ClaimedUnit
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from engine.errors import RequestError
-from engine.request import Completion, Expectation, Request
+from engine.request import Completion, Expectation, NewText, Request
 from workers.allowance import Allowance, Ask
 from workers.breaker import Breaker
 from workers.seams import EngineOf, LeasesOf, PartsOf
@@ -168,6 +168,9 @@ class UnitSource:
         if live and row:
             lines = to_errors(live.unit, row, code=error.code, message=str(error), status=400, param=error.param)
             self._finished(live, row, lines)
+
+    def grow(self, request_id: str, texts: list[NewText]) -> None:
+        """Nobody waits for the text of a line that isn't finished: none is streamed."""
 
     def _finished(self, live: _LiveUnit, row: OpenRow, lines: list[FinishedLine]) -> None:
         with self._changed:

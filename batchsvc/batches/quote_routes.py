@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,15 +16,12 @@ from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import RepetitionDep
 from batchsvc.batches import inputs, quote_queries, quote_service
 from batchsvc.batches.quote_schemas import CreateQuote, quote_object
-from batchsvc.batches.quote_service import NotHereError
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Quote
+from batchsvc.batches.texts_here import text_here
 from batchsvc.http.deps import Context, ContextDep
-from engine.load.fetch import KNOWN_MODELS, cached_path, locate
-from engine.text import TextModel, load_text
 
 router = APIRouter(prefix="/v1")
-_TEXTS = 4  # tokenizers that an API process keeps
 
 
 @router.post("/batches/quote")
@@ -52,7 +48,7 @@ def create_quote(
     )
     row = _found(context, caller.project_id, made["id"])
     if row.status == quote_queries.QUEUED:
-        planning = PlanContext(context.db, context.store, context.settings, _text_here)
+        planning = PlanContext(context.db, context.store, context.settings, text_here)
         if quote_service.plan_here(planning, row, ids.worker_id(socket.gethostname(), os.getpid())):
             row = _found(context, caller.project_id, row.id)
         else:
@@ -69,12 +65,3 @@ def retrieve_quote(caller: CallerDep, context: ContextDep, quote_id: str) -> dic
 def _found(context: Context, project_id: str, quote_id: str) -> Quote:
     with context.db.reading() as session:
         return quote_service.get(session, project_id, quote_id)
-
-
-@lru_cache(maxsize=_TEXTS)
-def _text_here(path: str) -> TextModel:
-    """The text side of a model that is on this machine. Nobody's call waits while one is fetched."""
-    is_missing = cached_path(path) is None if path in KNOWN_MODELS else not Path(path).exists()
-    if is_missing:
-        raise NotHereError(path)
-    return load_text(locate(path))

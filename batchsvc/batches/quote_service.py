@@ -12,6 +12,7 @@ from batchsvc.batches.quote_planning import plan_next_window
 from batchsvc.batches.quote_schemas import CreateQuote
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Quote
+from batchsvc.batches.texts_here import NotHereError
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import service as files
@@ -24,10 +25,6 @@ INLINE_LINES = 2_000
 _INLINE_BYTES = 64 * 1024 * 1024
 _INLINE_DECODED_BYTES = 256 * 1024  # of a file that has to be decoded first, and grows by it
 _PINNED_SETTINGS = ("window_lines", "window_tokens", "default_max_tokens", "max_line_bytes", "max_input_bytes")
-
-
-class NotHereError(Exception):
-    """This process doesn't have the model, so that another one must plan."""
 
 
 def create_quote(session: Session, caller: Caller, body: CreateQuote, settings: Settings, *, quote_id: str) -> Quote:

@@ -30,7 +30,7 @@ from batchsvc.http.paging import PageArgs, page_args, page_object
 router = APIRouter(prefix="/v1")
 BatchPage = Annotated[PageArgs, Depends(page_args(default=20, most=100))]
 
-BATCH_ONLY = ("/chat/completions", "/completions", "/embeddings", "/responses", "/moderations", "/images/generations")
+BATCH_ONLY = ("/embeddings", "/moderations", "/images/generations")
 
 
 @router.post("/batches", openapi_extra=described(CreateBatch))

@@ -56,8 +56,8 @@ class UsageRow(Base):
 
 
 class UsageHour(Base):
-    """The usage rows of one hour (UTC) that are alike in all but their tokens, added up, so that a month needn't read
-    every part or call.
+    """The usage rows of one batch and model in one hour (UTC), added up, so that a month needn't read every part; and
+    those of interactive calls, by `call_group`, which says of whose calls they are.
 
     A trigger of the database (revision 0011) adds every usage row to its hour in the same statement, whoever inserts
     it; nothing else writes here.
@@ -69,11 +69,12 @@ class UsageHour(Base):
     batch_id: Mapped[Id]
     hour_ms: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
-    project_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    api_key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    tier: Mapped[str] = mapped_column(String(32), primary_key=True)
-    endpoint: Mapped[str] = mapped_column(String(64), primary_key=True)
-    price_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    call_group: Mapped[str] = mapped_column(String(320), primary_key=True)  # "" of a batch
+    project_id: Mapped[str] = mapped_column(String(64))
+    api_key_id: Mapped[str] = mapped_column(String(64))
+    tier: Mapped[str] = mapped_column(String(32))
+    endpoint: Mapped[str] = mapped_column(String(64))
+    price_version: Mapped[int] = mapped_column(Integer)
     requests: Mapped[Count]
     input_tokens: Mapped[Count]
     cached_tokens: Mapped[Count]

@@ -17,7 +17,14 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import exc
 from starlette.exceptions import HTTPException
 
-from batchsvc.errors import AuthenticationError, InvalidRequestError, ServiceError, UnavailableError
+from batchsvc.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    NoFundsError,
+    OverloadedError,
+    ServiceError,
+    UnavailableError,
+)
 from batchsvc.logs import where
 
 _MESSAGES = "/v1/messages"
@@ -27,6 +34,7 @@ _MESSAGE_ERRORS = {
     404: "not_found_error",
     413: "request_too_large",
 }
+_SOON_S = 1
 _RETRY_AFTER_S = 5  # the official client takes up to 120 and gives up at once above
 
 log = structlog.get_logger(__name__)
@@ -51,6 +59,10 @@ def response(error: ServiceError, request: Request, *, headers: Mapping[str, str
         extra["WWW-Authenticate"] = "Bearer"
     if isinstance(error, UnavailableError):
         extra["Retry-After"] = str(_RETRY_AFTER_S)
+    if isinstance(error, OverloadedError):
+        extra["Retry-After"] = str(_SOON_S)
+    if isinstance(error, NoFundsError):
+        extra["x-should-retry"] = "false"  # which the official client does with every other 429
     return JSONResponse(
         _envelope(error, error.status, request), status_code=error.status, headers={**extra, **(headers or {})}
     )

@@ -1,8 +1,9 @@
-"""Interactive calls in the books: a kind of posting, money held while they run, and hours of usage without a batch."""
+"""Interactive calls in the books: a kind of posting, money held while they run, and hours of usage without a batch.
+
+And models of a project: students that learned from its lines; and where prefill workers are found.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
@@ -16,6 +17,7 @@ depends_on = None
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 SUMS = ("requests", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos")
 KEYS = ("batch_id", "model", "project_id", "api_key_id", "tier", "endpoint", "price_version")
+GROUP = KEYS[2:]  # whose usage without a batch it is
 
 
 def upgrade() -> None:
@@ -29,7 +31,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_call_holds_project", "call_holds", ["project_id", "expires_ms"])
     _add_entries_to_balances("part", "void", "call")
-    _rebuild_hours(KEYS)
+    _rebuild_hours("batch_id", "hour_ms", "model", "call_group")
     op.create_table(
         "prefill_engines",
         sa.Column("id", sa.String(128), nullable=False),
@@ -43,7 +45,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("prefill_engines")
-    _rebuild_hours(("batch_id", "model"))
+    _rebuild_hours("batch_id", "hour_ms", "model")
     _add_entries_to_balances("part", "void")
     op.drop_table("call_holds")
 
@@ -91,10 +93,11 @@ def _add_entries_to_balances(*charges: str) -> None:
     )
 
 
-def _rebuild_hours(keys: Sequence[str]) -> None:
-    """Make the hours of usage again, one for each hour and combination of `keys`: they are sums of rows that nobody
-    changes. Of what is no key an hour has one row's value, as where the trigger adds to it."""
+def _rebuild_hours(*key: str) -> None:
+    """Make the hours of usage again, with this key: they are sums of rows that nobody changes. Of what is no key an
+    hour has one row's value, as where the trigger adds to it. Usage without a batch has an hour for each group."""
     is_sqlite = op.get_bind().dialect.name == "sqlite"
+    has_group = "call_group" in key
     op.execute("DROP TRIGGER usage_by_hour" + ("" if is_sqlite else " ON usage"))
     op.drop_index("ix_usage_hours_time", "usage_hours")
     op.drop_table("usage_hours")
@@ -103,27 +106,31 @@ def _rebuild_hours(keys: Sequence[str]) -> None:
         sa.Column("batch_id", sa.String(64), nullable=False),
         sa.Column("hour_ms", BIG, nullable=False),
         sa.Column("model", sa.String(255), nullable=False),
+        *([sa.Column("call_group", sa.String(320), nullable=False)] if has_group else []),
         sa.Column("project_id", sa.String(64), nullable=False),
         sa.Column("api_key_id", sa.String(64), nullable=False),
         sa.Column("tier", sa.String(32), nullable=False),
         sa.Column("endpoint", sa.String(64), nullable=False),
         sa.Column("price_version", sa.Integer(), nullable=False),
         *(sa.Column(name, BIG, nullable=False) for name in SUMS),
-        sa.PrimaryKeyConstraint(keys[0], "hour_ms", *keys[1:], name=op.f("pk_usage_hours")),
+        sa.PrimaryKeyConstraint(*key, name=op.f("pk_usage_hours")),
     )
     op.create_index("ix_usage_hours_time", "usage_hours", ["hour_ms"])
-    columns = f"hour_ms, {', '.join(KEYS)}, {', '.join(SUMS)}"
-    hour = "{0}created_ms / 3600000 * 3600000"
-    kept = [name if name in keys else f"MIN({name})" for name in KEYS]
+    given = {"hour_ms": "{0}created_ms / 3600000 * 3600000"} | {name: f"{{0}}{name}" for name in KEYS}
+    if has_group:
+        group = " || '/' || ".join(f"{{0}}{name}" for name in GROUP)
+        given["call_group"] = f"CASE WHEN {{0}}batch_id = '' THEN {group} ELSE '' END"
+    columns = f"{', '.join(given)}, {', '.join(SUMS)}"
+    old = {name: how.format("") for name, how in given.items()}
+    kept = [how if name in key else f"MIN({how})" for name, how in old.items()]
     op.execute(
-        f"INSERT INTO usage_hours ({columns}) SELECT {hour.format('')}, {', '.join(kept)},"  # noqa: S608  names of ours
-        f" {', '.join(f'SUM({name})' for name in SUMS)}"
-        f" FROM usage GROUP BY {', '.join((hour.format(''), *keys))}"
+        f"INSERT INTO usage_hours ({columns}) SELECT {', '.join(kept)},"  # noqa: S608  names of ours
+        f" {', '.join(f'SUM({name})' for name in SUMS)} FROM usage GROUP BY {', '.join(old[name] for name in key)}"
     )
-    new = ", ".join(f"NEW.{name}" for name in (*KEYS, *SUMS))
+    new = ", ".join([*(how.format("NEW.") for how in given.values()), *(f"NEW.{name}" for name in SUMS)])
     add = (
-        f"INSERT INTO usage_hours ({columns}) VALUES ({hour.format('NEW.')}, {new})"  # noqa: S608  names of ours
-        f" ON CONFLICT (hour_ms, {', '.join(keys)}) DO UPDATE SET "
+        f"INSERT INTO usage_hours ({columns}) VALUES ({new})"  # noqa: S608  names of ours
+        f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET "
         + ", ".join(f"{name} = usage_hours.{name} + excluded.{name}" for name in SUMS)
     )
     if is_sqlite:

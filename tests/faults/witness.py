@@ -57,7 +57,7 @@ class Testimony:
 
 
 def read(path: Path) -> Testimony:
-    """The testimony so far; a last line that is just being written is left out."""
+    """The testimony of units so far; a last line that is just being written is left out."""
     runs: list[Run] = []
     tokens: list[tuple[float, str, int]] = []
     text = path.read_text() if path.exists() else ""
@@ -65,8 +65,9 @@ def read(path: Path) -> Testimony:
         entry = json.loads(line)
         if entry["event"] == "tokens":
             for request_id, count in entry["tokens"].items():
-                tokens.append((entry["t"], _parts(request_id)[0], count))
-        else:
+                if ":" in request_id:  # an interactive call has no unit
+                    tokens.append((entry["t"], _parts(request_id)[0], count))
+        elif ":" in entry["id"]:
             runs.append(Run(entry["event"], *_parts(entry["id"]), entry["t"]))
     return Testimony(runs, tokens)
 

@@ -1,0 +1,83 @@
+"""What the body of an interactive call asks for: what a line of a batch may ask, and whether to stream.
+
+The body is read as strictly as a line and by the same code (batches/endpoints.py), so a call and a line with the same
+body get the same answer, or the same refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from batchsvc.batches import endpoints
+from batchsvc.batches.body_values import wrong
+from batchsvc.batches.line_prompt import Fitting, tokenized
+from batchsvc.errors import InvalidRequestError
+from batchsvc.files.request_object import request_object
+from engine.errors import RequestError
+from engine.text import TextModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A body whose model isn't looked up yet. `rest` is what a line would have."""
+
+    model: str
+    rest: dict[str, Any]
+    streams: bool
+    includes_usage: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to run: `params` are those of a unit row, with `max_tokens`."""
+
+    prompt_ids: list[int]
+    params: dict[str, Any]
+
+    @property
+    def most_output_tokens(self) -> int:
+        """The most that its answers can have together."""
+        return int(self.params.get("n", 1)) * int(self.params["max_tokens"])
+
+
+def read_body(data: bytes) -> Body:
+    """Raises InvalidRequestError."""
+    body = request_object(data)
+    model = body.get("model")
+    if model is None:
+        raise InvalidRequestError("The body names no model.", code="missing_required_parameter", param="model")
+    try:
+        if not isinstance(model, str):
+            raise wrong("model", "the name of a model", model)
+        streams = _flag(body.get("stream"), "stream")
+        options = body.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise wrong("stream_options", "an object", options)
+        includes_usage = _flag((options or {}).get("include_usage"), "stream_options.include_usage")
+    except RequestError as error:
+        raise refused(error) from error
+    rest = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    return Body(model=model, rest=rest, streams=streams, includes_usage=includes_usage)
+
+
+def ask(endpoint: str, body: Body, text: TextModel, *, default_max_tokens: int) -> Asked:
+    """What the body asks of this model. Raises InvalidRequestError with the code and param of OpenAI's error body."""
+    try:
+        call, prompt = endpoints.prepare(endpoints.PARSERS[endpoint](body.rest), text)
+        (ids,) = next(tokenized([prompt], text))
+        params = call.fit([len(ids)], Fitting(meta=text.meta, default_max_tokens=default_max_tokens))
+    except RequestError as error:
+        raise refused(error) from error
+    return Asked(prompt_ids=ids, params=params)
+
+
+def refused(error: RequestError) -> InvalidRequestError:
+    """A refusal of a line as that of a call."""
+    return InvalidRequestError(str(error), code=error.code, param=error.param)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise wrong(name, "true or false", value)
+    return bool(value)

@@ -1,0 +1,145 @@
+"""The response to one interactive call, from its connection to a worker until its client has all of it, or is gone.
+
+Nothing is sent before the first text, so that whatever fails until then has a status of its own; afterwards a failure
+is the last thing in the stream. A client that goes away, or stops reading, ends its call: its worker is told, and
+nothing is charged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from batchsvc.db.session import Database
+from batchsvc.errors import ServiceError, UnavailableError
+from batchsvc.http.errors import response
+from batchsvc.interactive import service
+from batchsvc.interactive.line import Line
+from batchsvc.interactive.service import PreparedCall
+from batchsvc.interactive.shapes import stream_of, whole_body
+from batchsvc.interactive.switchboard import Switchboard
+from batchsvc.interactive.wire import Ended
+from batchsvc.json_bytes import one_line_json
+from batchsvc.logs import where
+from batchsvc.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class CallResponse(Response):
+    """Runs the call when the server asks for its response. Closes `slot` at its end."""
+
+    def __init__(
+        self, switchboard: Switchboard, db: Database, settings: Settings, call: PreparedCall, slot: ExitStack
+    ) -> None:
+        super().__init__()
+        self._switchboard = switchboard
+        self._db = db
+        self._settings = settings
+        self._call = call
+        self._slot = slot
+        self._stream = stream_of(call.priced.endpoint, call.head)
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._run(scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            ended, _ = await asyncio.gather(work, gone, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._settings.interactive_timeout_s):
+                await self._converse(send)
+        except TimeoutError:
+            says = (
+                f"The answer wasn't whole after {self._settings.interactive_timeout_s:g} s, the most that a call has."
+            )
+            await self._fail(UnavailableError(says, code="call_timeout"), scope, receive, send)
+        except SQLAlchemyError as error:
+            log.warning("database.failed", **where(error))
+            says = "The database doesn't answer, so the answer can't be charged, and isn't given: try again."
+            await self._fail(UnavailableError(says, code="database_unavailable"), scope, receive, send)
+        except ServiceError as error:
+            await self._fail(error, scope, receive, send)
+        finally:
+            self._slot.close()
+            await self._let_go()
+
+    async def _converse(self, send: Send) -> None:
+        line = await self._switchboard.connect(self._call.digest, self._call.message(self._switchboard.id))
+        task = asyncio.current_task()
+        assert task is not None, "this runs in a task"
+        line.on_overflow = task.cancel  # it may be stuck in sending
+        try:
+            await (self._send_stream(line, send) if self._call.streams else self._send_whole(line, send))
+        finally:
+            self._switchboard.hang_up(line)
+
+    async def _send_whole(self, line: Line, send: Send) -> None:
+        while not isinstance(news := await line.next(), Ended):
+            pass
+        answered = await run_in_threadpool(service.charge, self._db, self._call, news)
+        data = one_line_json(whole_body(answered, news.completion))
+        await self._begin(send, b"application/json", content_length=len(data))
+        await self._push(send, data, is_last=True)
+
+    async def _send_stream(self, line: Line, send: Send) -> None:
+        while not isinstance(news := await line.next(), Ended):
+            for data in self._stream.grow(news.texts):
+                await self._begin(send, b"text/event-stream; charset=utf-8")
+                await self._push(send, data)
+        answered = await run_in_threadpool(service.charge, self._db, self._call, news)
+        await self._begin(send, b"text/event-stream; charset=utf-8")
+        await self._push(send, b"".join(self._stream.end(answered, news.completion)), is_last=True)
+
+    async def _begin(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        headers = [(b"content-type", content_type), (b"x-accel-buffering", b"no")]  # a proxy must not collect events
+        if content_length is not None:
+            headers.append((b"content-length", str(content_length).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _push(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        """Send some, if the client takes it within its time."""
+        try:
+            async with asyncio.timeout(self._settings.interactive_stall_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError as error:
+            raise asyncio.CancelledError from error  # nobody is there to be told
+
+    async def _fail(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+        log.info("call.failed", call=self._call.priced.id, code=error.code)
+        if not self._has_begun:
+            await response(error, Request(scope))(scope, receive, send)
+        else:
+            await self._push(send, self._stream.fail(error), is_last=True)
+
+    async def _let_go(self) -> None:
+        if not self._call.is_held:
+            return
+        try:
+            await run_in_threadpool(service.let_go, self._db, self._call)
+        except SQLAlchemyError as error:  # it expires by itself
+            log.warning("call.still_held", call=self._call.priced.id, error=type(error).__name__)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,169 @@
+"""What surrounds a call: its model and prices, what it may cost, and what it did cost.
+
+A call is priced when it begins and charged when its whole answer is there, before the caller is told so. One that ends
+in any other way costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from batchsvc import ids
+from batchsvc.accounts import service as accounts
+from batchsvc.accounts.service import Caller
+from batchsvc.batches import models
+from batchsvc.batches.answers import Answered
+from batchsvc.batches.choices import REASONS
+from batchsvc.batches.texts_here import NotHereError, text_here
+from batchsvc.batches.unit_file import line_seed
+from batchsvc.billing import call_service
+from batchsvc.billing.call_service import PricedCall
+from batchsvc.billing.pricing import most_nanos
+from batchsvc.db.session import Database
+from batchsvc.errors import NoFundsError, NotFoundError, UnavailableError
+from batchsvc.interactive.asked import Asked, Body, ask, read_body
+from batchsvc.interactive.shapes import Head
+from batchsvc.interactive.wire import Ended, NewCall
+from batchsvc.money import format_dollars, line_cost_nanos
+from batchsvc.settings import Settings
+from engine.errors import ModelError
+from engine.text import TextModel
+
+_CACHE_STEP_TOKENS = 16  # cached tokens are billed in steps of so many, as those of a plan are
+_HOLD_MARGIN_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCall:
+    """A call that can be passed on. `is_held`: what it may cost is held until it ends."""
+
+    digest: str
+    priced: PricedCall
+    asked: Asked
+    streams: bool
+    includes_usage: bool
+    salt: str
+    is_held: bool
+
+    @property
+    def head(self) -> Head:
+        return Head(
+            ident=self.priced.id.removeprefix("call_"),
+            model=self.priced.model_id,
+            created_s=self.priced.created_ms // 1000,
+            params=self.asked.params,
+            includes_usage=self.includes_usage,
+        )
+
+    def message(self, api: str) -> NewCall:
+        """What the worker gets; `api` is who wants to hear of it."""
+        seed = self.asked.params.get("seed")
+        return NewCall(
+            id=self.priced.id,
+            api=api,
+            prompt_ids=self.asked.prompt_ids,
+            params=self.asked.params,
+            seed=line_seed(self.priced.id, 0) if seed is None else seed,
+            salt=self.salt,
+            streams=self.streams,
+        )
+
+
+def prepare(db: Database, settings: Settings, caller: Caller, endpoint: str, data: bytes) -> PreparedCall:
+    """Reads a body, finds its model and prices, and holds what it may cost. Raises ServiceError."""
+    body = read_body(data)
+    call_id = ids.call_id()
+    with db.reading() as session:
+        row = models.resolve(session, body.model)
+        if row is None:
+            raise NotFoundError(f"The model '{body.model}' does not exist.", code="model_not_found", param="model")
+        model_id, digest, path = row.id, row.digest, row.path
+        priced = call_service.price(
+            session,
+            call_id,
+            project_id=caller.project_id,
+            api_key_id=caller.api_key_id,
+            model_id=model_id,
+            endpoint=endpoint,
+        )
+        salt = accounts.salts(session, [caller.project_id])[caller.project_id]
+        is_held = call_service.is_limited(session, caller.project_id)
+    asked = ask(endpoint, body, _text(model_id, path), default_max_tokens=settings.default_max_tokens)
+    if is_held:
+        _hold(db, settings, priced, asked)
+    return _prepared(digest, priced, asked, body, salt, is_held)
+
+
+def _prepared(digest: str, priced: PricedCall, asked: Asked, body: Body, salt: str, is_held: bool) -> PreparedCall:
+    return PreparedCall(
+        digest=digest,
+        priced=priced,
+        asked=asked,
+        streams=body.streams,
+        includes_usage=body.includes_usage,
+        salt=salt,
+        is_held=is_held,
+    )
+
+
+def let_go(db: Database, call: PreparedCall) -> None:
+    """A call ended without an answer, or was charged already."""
+    if call.is_held:
+        db.run(lambda session: call_service.drop_hold(session, call.priced.id))
+
+
+def charge(db: Database, call: PreparedCall, ended: Ended) -> Answered:
+    """The answer with its usage and its cost, which are in the books from now on; doing it again changes nothing."""
+    completion, params = ended.completion, call.asked.params
+    usage, head = completion.usage, call.head
+    tokens = {
+        "input_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.hit_tokens // _CACHE_STEP_TOKENS * _CACHE_STEP_TOKENS,
+        "output_tokens": usage.output_tokens,
+    }
+    cost_nanos = line_cost_nanos(call.priced.rates, **tokens)
+
+    def post(session: Session) -> bool:
+        return call_service.post(session, call.priced, **tokens, cost_nanos=cost_nanos)
+
+    db.run(post)
+    return Answered(
+        line_ident=head.ident,
+        model=head.model,
+        created_s=head.created_s,
+        params=params,
+        text=completion.text,
+        finish_reason=REASONS.get(completion.finish_reason, "stop"),
+        vectors=(),
+        choices=completion.answers,
+        system_fingerprint=ended.fingerprint,
+        **tokens,
+        cost_nanos=cost_nanos,
+    )
+
+
+def _hold(db: Database, settings: Settings, priced: PricedCall, asked: Asked) -> None:
+    most = most_nanos(
+        priced.rates,
+        input_tokens=len(asked.prompt_ids),
+        planned_cached_tokens=0,
+        max_tokens=asked.most_output_tokens,
+    )
+    life_s = settings.interactive_timeout_s + _HOLD_MARGIN_S
+    left = db.run(lambda session: call_service.hold(session, priced, most, life_s))
+    if left is not None:
+        raise NoFundsError(
+            f"This call can cost up to {format_dollars(most)}, and {format_dollars(left)} of the budget or balance of"
+            " its project are left: a lower max_tokens may fit.",
+            code="insufficient_quota",
+        )
+
+
+def _text(model_id: str, path: str) -> TextModel:
+    try:
+        return text_here(path)
+    except (NotHereError, ModelError) as error:
+        says = f"The model {model_id} isn't on the machine of this API server, which has to read its tokenizer."
+        raise UnavailableError(says, code="model_not_available") from error

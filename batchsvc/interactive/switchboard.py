@@ -1,0 +1,254 @@
+"""The calls of one API process: connects each with an engine worker through Redis, and hears what comes of them.
+
+1. `connect` asks whether a worker of the model is there, puts the call where the workers read, and waits until one has
+   taken it. Without Redis or a worker it fails within two seconds.
+2. One task reads all news and gives each to its call's line; what was read is trimmed.
+3. Another renews what tells the workers that this process lives, and fails the lines of which nothing was heard for
+   too long: workers say often which calls they have.
+4. `hang_up` ends a call that nobody waits for any more: its worker is told so.
+
+Nothing here is kept: a call is lost with its connection. All of it runs on one event loop, that of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import redis.asyncio
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from batchsvc import ids
+from batchsvc.errors import OverloadedError, UnavailableError
+from batchsvc.interactive import wire
+from batchsvc.interactive.line import Line, lost
+from batchsvc.interactive.wire import Alive, NewCall, Taken
+
+T = TypeVar("T")
+
+_REACH_S = 1.0  # the longest that Redis may take to answer
+_LOOK_S = 0.25  # how often a call that nobody took looks for workers
+_TAKE_S = 10.0  # how long live workers may leave a call
+_READ_MS = 500
+_READ_COUNT = 256
+_TURNS = 8  # of the event loop
+_MOST_CALLS = 10_000  # entries of a stream, far beyond what is ever there
+_MOST_STOPS = 1_000
+_CALLS_TTL_S = 60  # of a stream that nobody adds to
+
+log = structlog.get_logger(__name__)
+
+
+class Switchboard:
+    """`most_calls` at once; `most_bytes` may wait for the client of each."""
+
+    def __init__(self, redis_url: str, *, most_calls: int, most_bytes: int) -> None:
+        self.id = ids.random_text(20)
+        self._most_calls = most_calls
+        self._most_bytes = most_bytes
+        self._num_calls = 0
+        self._lines: dict[str, Line] = {}
+        self._news = wire.news_of(self.id)
+        self._last: Any = b"0"  # id of the news that was read last
+        self._redis = redis.asyncio.Redis.from_url(
+            redis_url,
+            socket_timeout=_REACH_S + _READ_MS / 1000,
+            socket_connect_timeout=_REACH_S,
+            retry=Retry(NoBackoff(), 0),  # who waits for an answer must learn at once that there will be none
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._asides: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """One of the calls that this process may have at once. Raises OverloadedError where they are all in use."""
+        if self._num_calls >= self._most_calls:
+            says = f"This server has {self._most_calls} calls already, and takes no more at once: try again soon."
+            raise OverloadedError(says, code="too_many_calls")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    async def connect(self, digest: str, call: NewCall) -> Line:
+        """A line to the worker that has taken the call. Raises UnavailableError; then nobody has it."""
+        line = self._lines[call.id] = Line(call.id, most_bytes=self._most_bytes, now_s=_now_s())
+        entry: bytes | None = None
+        try:
+            self._start_tasks()
+            await self._reach(lambda: self._announce(digest))
+            entry = await self._reach(lambda: self._add(wire.calls_of(digest), wire.encode_call(call), _MOST_CALLS))
+            await self._wait_until_taken(line, digest)
+        except BaseException:
+            self._drop(line)
+            if line.worker is not None and not line.is_over:
+                self._aside(self._stop(call.id, line.worker))
+            elif entry is not None:
+                self._aside(self._withdraw(digest, entry))
+            raise
+        return line
+
+    def hang_up(self, line: Line) -> None:
+        """Nobody waits for this call any more, whether it has ended or not."""
+        if self._drop(line) and not line.is_over and line.worker is not None:
+            self._aside(self._stop(line.call_id, line.worker))
+
+    async def close(self) -> None:
+        """End the tasks and the connections."""
+        tasks = [*self._tasks, *self._asides]
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.delete(self._news)
+        await self._redis.aclose()
+
+    # ---- towards the workers
+
+    async def _announce(self, digest: str) -> None:
+        """Have the stream of this process's news be there. Raises UnavailableError if no worker of the model is."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.pexpire(self._news, _ms(wire.NEWS_TTL_S))
+            pipe.exists(wire.ready_of(digest))
+            is_kept, is_ready = await pipe.execute()
+        if not is_ready:
+            raise _nobody_there()
+        if not is_kept:
+            await self._keep()
+
+    async def _keep(self) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xadd(self._news, {wire.FIELD: wire.encode_news(Alive("", ()))})
+            pipe.pexpire(self._news, _ms(wire.NEWS_TTL_S))
+            await pipe.execute()
+
+    async def _add(self, stream: str, message: bytes, most: int) -> bytes:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.xadd(stream, {wire.FIELD: message}, maxlen=most)
+            pipe.expire(stream, _CALLS_TTL_S)
+            return bytes((await pipe.execute())[0])
+
+    async def _wait_until_taken(self, line: Line, digest: str) -> None:
+        end_s = _now_s() + _TAKE_S
+        while line.worker is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await line.changed()
+                continue
+            if _now_s() > end_s or not await self._reach(lambda: self._redis.exists(wire.ready_of(digest))):
+                raise _nobody_there()
+
+    async def _reach(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What Redis answers. Raises UnavailableError soon if it doesn't."""
+        try:
+            async with asyncio.timeout(_REACH_S):
+                return await ask()
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("calls.unreachable", error=type(error).__name__)
+            says = "Interactive calls can't be passed on now, because Redis doesn't answer: try again soon."
+            raise UnavailableError(says, code="queue_unavailable") from error
+
+    async def _stop(self, call_id: str, worker: str) -> None:
+        stream = wire.stops_of(worker)
+        await self._redis.xadd(stream, {wire.FIELD: call_id}, maxlen=_MOST_STOPS, nomkstream=True)
+
+    async def _withdraw(self, digest: str, entry: bytes) -> None:
+        await self._redis.xdel(wire.calls_of(digest), entry)
+
+    def _drop(self, line: Line) -> bool:
+        return self._lines.pop(line.call_id, None) is not None
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that no caller waits for. If it fails, nothing is lost: workers see for themselves, later."""
+
+        async def quietly() -> None:
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                async with asyncio.timeout(_REACH_S):
+                    await work
+
+        task = asyncio.create_task(quietly())
+        self._asides.add(task)
+        task.add_done_callback(self._asides.discard)
+
+    # ---- from the workers
+
+    def _start_tasks(self) -> None:
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._for_ever(step)) for step in (self._read, self._look)]
+
+    async def _for_ever(self, step: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await step()
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("calls.unheard", error=type(error).__name__)
+                await asyncio.sleep(_LOOK_S)
+
+    async def _read(self) -> None:
+        """Read what is new. A stream that is made anew goes on with later ids: they are times."""
+        found: Any = await self._redis.xread({self._news: self._last}, count=_READ_COUNT, block=_READ_MS)
+        for _, entries in found.items() if isinstance(found, dict) else found or ():
+            for self._last, fields in entries:
+                await self._hear(fields.get(wire.FIELD, b""))
+            await self._redis.xtrim(self._news, minid=self._last, approximate=False)
+
+    async def _look(self) -> None:
+        now_s = _now_s()
+        for line in list(self._lines.values()):
+            if line.worker is not None and now_s - line.heard_s > wire.SILENCE_S:
+                line.fail(lost())
+        if self._lines and not await self._redis.pexpire(self._news, _ms(wire.NEWS_TTL_S)):
+            await self._keep()
+        await asyncio.sleep(_LOOK_S)
+
+    async def _hear(self, message: bytes) -> None:
+        try:
+            news = wire.decode_news(message)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            log.warning("calls.unreadable", size_bytes=len(message))
+            return
+        if isinstance(news, Alive):
+            for call_id in news.call_ids:
+                self._hear_of(call_id, news.worker)
+            return
+        line = self._lines.get(news.call_id)
+        if line is not None:
+            line.push(news, _now_s())
+            await self._let_read(line)
+        elif isinstance(news, Taken):  # too late: nobody waits any more
+            self._aside(self._stop(news.call_id, news.worker))
+
+    async def _let_read(self, line: Line) -> None:
+        """A reader that isn't stuck in sending takes what waits as soon as it gets its turn."""
+        for _ in range(_TURNS):
+            if not line.is_overfull:
+                return
+            await asyncio.sleep(0)
+        line.overflow()
+
+    def _hear_of(self, call_id: str, worker: str) -> None:
+        line = self._lines.get(call_id)
+        if line is not None:
+            line.heard_s = _now_s()
+        else:  # it hasn't heard that nobody waits
+            self._aside(self._stop(call_id, worker))
+
+
+def _nobody_there() -> UnavailableError:
+    says = "No engine worker of this model takes calls now: start one, or try again soon."
+    return UnavailableError(says, code="no_worker")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _ms(seconds: float) -> int:
+    return round(1000 * seconds)

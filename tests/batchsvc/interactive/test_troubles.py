@@ -1,0 +1,149 @@
+"""What goes wrong around a call: nobody there, gone clients, slow clients, too many; each ends in bounded time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+import redis
+
+from batchsvc.interactive import wire
+from tests.batchsvc.interactive.conftest import MODEL, Held, Place, WatchedEngine, call_settings, opened, until
+from tests.faults.proxy import FaultProxy
+
+BOUND_S = 2.0
+SLACK_S = 1.5  # of a machine that does other things, too
+
+
+def took_s(place: Place, code: str) -> float:
+    """How long a call takes that must end with this 503."""
+    began = time.monotonic()
+    answer = place.post()
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+    assert answer.json()["error"]["code"] == code
+    return time.monotonic() - began
+
+
+def test_without_a_worker_a_call_gets_503_at_once(place: Place) -> None:
+    assert took_s(place, "no_worker") < BOUND_S + SLACK_S
+    with place.worker():
+        until(lambda: place.post().status_code == 200, "the worker takes calls")
+    until(lambda: place.post().status_code == 503, "the worker that left is missed")
+    assert took_s(place, "no_worker") < BOUND_S + SLACK_S
+
+
+def test_without_redis_a_call_gets_503_at_once(sqlite_url: str, calls_redis: str, tiny: Path) -> None:
+    host, port = urlsplit(calls_redis).hostname, urlsplit(calls_redis).port
+    with FaultProxy((str(host), int(port or 0))) as proxy:
+        through = calls_redis.replace(f":{port}", f":{proxy.port}")
+        with opened(call_settings(sqlite_url, through), tiny) as place, place.worker():
+            until(lambda: place.post().status_code == 200, "the worker takes calls")
+            for trouble in (proxy.refuse, proxy.black_hole):
+                trouble()
+                assert took_s(place, "queue_unavailable") < BOUND_S + SLACK_S
+                proxy.heal()
+                until(lambda: place.post().status_code == 200, "calls go on")
+
+
+@pytest.fixture
+def held(place: Place) -> Iterator[Held]:
+    """An engine that stands still until it is let go."""
+    engine = Held(place.text, step_tokens=1)
+    with place.worker(engine):
+        until(lambda: place.post(max_tokens=10**6).status_code == 400, "the API answers")
+        yield engine
+        engine.goes.set()
+
+
+def raw(place: Place, **body: object) -> socket.socket:
+    """A call on a socket of the test's own, sent and not read."""
+    url = urlsplit(place.url)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    client.connect((str(url.hostname), int(url.port or 0)))
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "temperature": 0} | body
+    data = json.dumps(asked).encode()
+    client.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        + f"authorization: Bearer {place.key}\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_call(place: Place, held: Held, stream: bool) -> None:
+    until(lambda: _is_there(place), "the worker is there")
+    client = raw(place, stream=stream)
+    until(lambda: held.requests, "the call is in the engine")
+    client.close()
+    until(lambda: held.aborted == [held.requests[0].id], "the sequence is aborted")
+    held.goes.set()
+    until(lambda: not held.has_work(), "the engine is idle")
+    assert place.usage() == []
+
+
+def _is_there(place: Place) -> bool:
+    with redis.Redis.from_url(place.settings.redis_url) as client:
+        return bool(client.exists(wire.ready_of(place.digest)))
+
+
+def test_a_worker_that_stops_says_so(place: Place) -> None:
+    engine = WatchedEngine(place.text, tokens_per_s=20)
+    said: list[httpx.Response] = []
+    with place.worker(engine, term_grace_s=0.6):
+        until(lambda: _is_there(place), "the worker is there")
+        caller = threading.Thread(target=lambda: said.append(place.post(max_tokens=400, ignore_eos=True)))
+        caller.start()
+        until(lambda: engine.requests, "the call is in the engine")
+    caller.join(20)
+    assert said[0].status_code == 503 and said[0].json()["error"]["code"] == "worker_lost"
+    assert place.usage() == []
+
+
+def test_calls_beyond_the_limit_are_refused_at_once(sqlite_url: str, calls_redis: str, tiny: Path) -> None:
+    settings = call_settings(sqlite_url, calls_redis, interactive_max=4)
+    with opened(settings, tiny) as place:
+        engine = Held(place.text)
+        with place.worker(engine):
+            until(lambda: _is_there(place), "the worker is there")
+            inside = [raw(place) for _ in range(4)]
+            until(lambda: len(engine.requests) == 4, "four calls run")
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda _: place.post(), range(60)))
+            assert {answer.status_code for answer in answers} == {429}
+            assert {answer.headers["retry-after"] for answer in answers} == {"1"}
+            with pytest.raises(openai.RateLimitError, match="takes no more at once"):
+                place.chat()
+            assert len(engine.requests) == 4, "none of them came as far as the engine"
+            engine.goes.set()
+            for client in inside:
+                assert b"200 OK" in client.recv(200)
+                client.close()
+            until(lambda: place.post().status_code == 200, "the slots are free again")
+
+
+def test_a_client_that_does_not_read_ends_its_call(sqlite_url: str, calls_redis: str, tiny: Path) -> None:
+    """Sockets take megabytes by themselves, so the answer is made long by logprobs."""
+    settings = call_settings(sqlite_url, calls_redis, interactive_buffer_bytes=20_000)
+    with opened(settings, tiny) as place:
+        engine = WatchedEngine(place.text, tokens_per_s=3_000)
+        with place.worker(engine):
+            until(lambda: _is_there(place), "the worker is there")
+            body = {"max_tokens": 480, "n": 16, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+            client = raw(place, stream=True, **body)
+            until(lambda: engine.aborted, "the call is ended")
+            assert engine.has_work(), "before its answer was whole"
+            client.close()
+            until(lambda: not engine.has_work(), "the engine is idle")
+            assert place.usage() == []
+            assert place.chat().choices, "others aren't hurt"

@@ -131,7 +131,6 @@ class Settings(BaseSettings):
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; unset: all cores")
 
-    public_url: str | None = Field(
     interactive_max: int = Field(
         default=128, ge=1, description="most interactive calls at once, of an API process and of an engine worker"
     )
@@ -143,6 +142,7 @@ class Settings(BaseSettings):
         default=262_144, ge=1_024, description="most of an answer that waits for a client which reads too slowly"
     )
 
+    public_url: str | None = Field(
         default=None, description="address of the API as clients see it, such as https://batch.example.com"
     )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")

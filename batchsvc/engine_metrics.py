@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from batchsvc.batches import queries, worker_queries
 from batchsvc.batches.engine_view import LANES
@@ -137,7 +136,7 @@ def _histogram(family: HistogramMetricFamily, sums: Mapping[Series, float], name
         below, buckets = 0.0, []
         for bound_s in bounds:
             below += sums[Series(name, total.labels, bound_s)]
-            buckets.append((floatToGoString(bound_s), below))
+            buckets.append(("+Inf" if math.isinf(bound_s) else str(bound_s), below))
         family.add_metric(total.labels, buckets=buckets, sum_value=sums[total])
     return family
 

@@ -176,7 +176,7 @@ class Run:
         self._now_s += took_s
         if self._dial is not None:
             self._dial.observe(work, took_s)
-        sampled = {chunk.seq_id: (_TOKEN,) for chunk in plan.chunks if chunk.logit_rows}
+        sampled: dict[str, tuple[int, ...]] = {chunk.seq_id: (_TOKEN,) for chunk in plan.chunks if chunk.logit_rows}
         for name in sampled.keys() & self._told_s.keys():
             (seen.itl_s if name in self._answering else seen.ttft_s).append(self._now_s - self._told_s[name])
             self._answering.add(name)

@@ -1,12 +1,14 @@
 """Every kernel at work: its inputs, what it must give by float64, and what it moves and computes at least.
 
-Kernels are called by the verbs of the tier, so that grids and types are those of the engine.
+Kernels are called by the verbs of the tier, so that grids and types are those of the engine. At toy size bf16 stands
+for float32, which the interpreter can multiply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import log
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels import fp8 as fp8_rows
 from engine.kernels import int8
-from engine.kernels.gpu.tier import GpuKernels
+from engine.kernels.gpu.tier import FEW_ROWS, GpuKernels
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
@@ -24,21 +26,23 @@ from engine.quant.groups import Scheme, round_to_nearest
 from engine.staging import Staging
 
 BLOCK = 16
+KV = ("bf16", "int8", "fp8")
+WEIGHTS = ("bf16", "int8", "fp8", "w4a16")
 _EXACT = 2e-3  # sums in float32, of inputs that the reference has too
 _ROUNDED = 1.6e-2  # results of 8 bits of digits, or rounded on the way
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`run` gives what `wanted` gives in float64, within `tolerance` of the largest of it. `name` says kernel, type and
-    shape. `least_bytes` are read or written by whoever does this, `flops` computed."""
+    """`run` gives what `wanted` gives in float64, within `tolerance` of the largest of it. `least_bytes` are read or
+    written by whoever does this, `flops` computed. `work` is what of `run` is measured, if that isn't all."""
 
-    name: str
     run: Callable[[], Tensor]
     wanted: Callable[[], Tensor]
     tolerance: float
     least_bytes: int = 0
     flops: int = 0
+    work: Callable[[], object] | None = None
 
     def error(self) -> float:
         """The largest, as a share of the largest number wanted; infinite where something isn't finite."""
@@ -64,26 +68,7 @@ class Bench:
             dtype=self.place.dtype,
         )  # fmt: skip
 
-    def all(self) -> Iterator[Case]:
-        """Each kernel in each type, small and large, odd and even."""
-        decodes = [5, 40, 16, 33] if self.place.is_toy else [5, 1000, 4000, 33, 2047, 2048, 129]
-        prefill = (10, 21) if self.place.is_toy else (300, 700)
-        rows = (1, 5) if self.place.is_toy else (1, 5, 33, 200, 700)
-        for kv in ("bf16", "int8", "fp8"):
-            yield self.attention(kv, [(length, 1) for length in decodes])
-            yield self.attention(kv, [(length, 1) for length in decodes], shared_blocks=2 if self.place.is_toy else 8)
-            yield self.attention(kv, [(0, prefill[0]), (decodes[1], 1), prefill])
-            yield self.store(kv, 5)
-        for weights in ("bf16", "int8", "fp8", "w4a16"):
-            for count in rows:
-                yield self.linear(weights, count)
-                yield self.gated(weights, count)
-        for weights in ("bf16", "int8"):
-            yield self.norm(weights, 7)
-        yield self.best(3)
-        yield self.drawn(3)
-
-    def attention(self, kv: str, sizes: list[tuple[int, int]], shared_blocks: int = 0) -> Case:
+    def attention(self, kv: str, sizes: list[tuple[int, int]], shared_blocks: int = 0, window: int = 0) -> Case:
         """(start, rows) of each sequence; the first blocks are the same for all that are that long."""
         op, spans = self.tier(kv=kv), _spans(sizes, shared_blocks)
         caches = [self._cache(op, kv, 1 + max(block for span in spans for block in span.block_ids)) for _ in "kv"]
@@ -91,15 +76,13 @@ class Bench:
         q = self._drawn(count, self.model.num_heads, self.model.head_dim).to(self.place.dtype)
         plan, _ = op.place(op.plan_attention(spans), [], self._staging.send)
         keys = len({b for s in spans for b in s.block_ids}) * BLOCK
-        kind = "decodes" if all(rows == 1 for _, rows in sizes) else "mixed"
-        name = f"attend {self._kv_name(kv)} {kind} of {len(sizes)}{', shared prefix' if shared_blocks else ''}"
+        seen = sum(sum(range(span.start + 1, span.length + 1)) for span in spans)
         return Case(
-            name,
-            lambda: op.attend(q, caches[0], caches[1], plan),
-            lambda: self._attended(q, [self._read(cache, kv) for cache in caches], spans),
+            lambda: op.attend(q, caches[0], caches[1], plan, window),
+            lambda: self._attended(q, [self._read(cache, kv) for cache in caches], spans, window),
             _EXACT if self.place.is_toy else _ROUNDED,
             least_bytes=2 * keys * self.model.num_kv_heads * (self.model.head_dim * _kv_bytes(kv) + 4 * (kv != "bf16")),
-            flops=4 * sum(span.start + 1 for span in spans) * self.model.num_heads * self.model.head_dim,
+            flops=4 * seen * self.model.num_heads * self.model.head_dim,
         )
 
     def store(self, kv: str, count: int) -> Case:
@@ -124,7 +107,7 @@ class Bench:
             q = turned[:, :heads] * (dim**-0.5 / log(2))
             return torch.cat((q, turned[:, heads : heads + kv_heads], cells[:, heads + kv_heads :]), dim=1)
 
-        return Case(f"store_qkv {self._kv_name(kv)}", run, wanted, 0.04 if kv == "fp8" else _ROUNDED)
+        return Case(run, wanted, 0.04 if kv == "fp8" else _ROUNDED)
 
     def linear(self, weights: str, count: int) -> Case:
         """A matrix of the MLP, added to what is there."""
@@ -138,14 +121,13 @@ class Bench:
             op.linear_add(rows, matrix, out)
             return out
 
-        kernel = "multiply_groups" if matrix.bits else "multiply"
         return Case(
-            f"{kernel} {self._name(weights)} {count} rows",
             run,
             lambda: x.double() + given @ exact.T,
             _ROUNDED,
             least_bytes=_bytes(matrix) + rows.values.nbytes + 8 * x.numel(),
             flops=2 * count * matrix.num_rows * matrix.num_columns,
+            work=lambda: op.linear_add(rows, matrix, x),
         )
 
     def gated(self, weights: str, count: int) -> Case:
@@ -159,12 +141,12 @@ class Bench:
             return gate * torch.sigmoid(gate) * up
 
         return Case(
-            f"silu_mul {self._name(weights)} {count} rows",
             lambda: self._exact(op.linear_gated(rows, matrix)),
             wanted,
             0.03,
             least_bytes=_bytes(matrix) + rows.values.nbytes,
             flops=2 * count * matrix.num_rows * matrix.num_columns,
+            work=lambda: op.linear_gated(rows, matrix),
         )
 
     def norm(self, weights: str, count: int) -> Case:
@@ -176,9 +158,12 @@ class Bench:
             return y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
         return Case(
-            f"norm_rows {self._name(weights)}", lambda: self._exact(op.norm(x, weight, 1e-5)), wanted, _ROUNDED,
+            lambda: self._exact(op.norm(x, weight, 1e-5)),
+            wanted,
+            _ROUNDED,
             least_bytes=x.nbytes,
-        )  # fmt: skip
+            work=lambda: op.norm(x, weight, 1e-5),
+        )
 
     def best(self, count: int) -> Case:
         """Ids as numbers: one that differs is far off."""
@@ -187,9 +172,12 @@ class Bench:
         matrix = op.pack_matrix(head, None)
         exact = matrix.packed.double()
         return Case(
-            "best_rows", lambda: op.best(rows, matrix), lambda: (given @ exact.T).argmax(1).double(), 1e-6,
+            lambda: op.best(rows, matrix),
+            lambda: (given @ exact.T).argmax(1).double(),
+            1e-6,
             least_bytes=head.nbytes,
-        )  # fmt: skip
+            flops=2 * count * matrix.num_rows * matrix.num_columns,
+        )
 
     def drawn(self, count: int) -> Case:
         """A draw of 0 and few candidates: the id is the first of those that top_k keeps."""
@@ -198,14 +186,13 @@ class Bench:
         numbers = torch.tensor([[0.7, 1.0, 0.0, 0.0]] * count, device=self.place.device)
         top_ks = torch.full((count,), 9, dtype=torch.int32, device=self.place.device)
         return Case(
-            "sample_rows",
             lambda: op.draw(logits, numbers, top_ks, None),
             lambda: logits.topk(9).indices.amin(1).double(),
             1e-6,
             least_bytes=logits.nbytes,
         )
 
-    def _attended(self, q: Tensor, caches: list[Tensor], spans: list[SequenceSpan]) -> Tensor:
+    def _attended(self, q: Tensor, caches: list[Tensor], spans: list[SequenceSpan], window: int) -> Tensor:
         group = self.model.num_heads // self.model.num_kv_heads
         out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
         for span in spans:
@@ -215,7 +202,8 @@ class Bench:
             mine = q[span.row : span.row + span.num_rows].double().transpose(0, 1)
             scores = mine @ keys.transpose(1, 2) * log(2)
             at = torch.arange(span.start, span.length, device=q.device)[:, None]
-            hidden = torch.arange(span.length, device=q.device)[None, :] > at
+            keys_at = torch.arange(span.length, device=q.device)[None, :]
+            hidden = (keys_at > at) | ((keys_at <= at - window) if window else False)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[span.row : span.row + span.num_rows] = (weights @ values).transpose(0, 1)
         return out.flatten(1)
@@ -276,11 +264,30 @@ class Bench:
     def _drawn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._random, device=self.place.device)
 
-    def _name(self, weights: str) -> str:
-        return "float32" if weights == "bf16" and self.place.is_toy else weights
 
-    def _kv_name(self, kv: str) -> str:
-        return f"KV {self._name(kv)}"
+def cases(is_toy: bool) -> Iterator[tuple[str, Callable[[Bench], Case]]]:
+    """Each kernel in each type, small and large, odd and even: its name, and what makes it."""
+    decodes = [(length, 1) for length in ([5, 40, 16, 33] if is_toy else [5, 1000, 4000, 33, 2047, 2048, 129])]
+    prefill = (10, 21) if is_toy else (300, 700)
+    mixed, shared = [(0, prefill[0]), decodes[1], prefill], 2 if is_toy else 8
+    for kv in KV:
+        yield f"attend, KV {kv}, decodes", partial(Bench.attention, kv=kv, sizes=decodes)
+        yield (
+            f"attend, KV {kv}, decodes, shared prefix",
+            partial(Bench.attention, kv=kv, sizes=decodes, shared_blocks=shared),
+        )
+        yield f"attend, KV {kv}, prefills and decodes", partial(Bench.attention, kv=kv, sizes=mixed)
+        yield f"attend, KV {kv}, window", partial(Bench.attention, kv=kv, sizes=mixed, window=13)
+        yield f"store_qkv, KV {kv}", partial(Bench.store, kv=kv, count=5)
+    for weights in WEIGHTS:
+        for count in (1, 5) if is_toy else (1, 5, 33, 200, 700):
+            kernel = "multiply_groups" if weights == "w4a16" and count <= FEW_ROWS else "multiply"
+            yield f"{kernel}, {weights}, {count} rows", partial(Bench.linear, weights=weights, count=count)
+            yield f"silu_mul, {weights}, {count} rows", partial(Bench.gated, weights=weights, count=count)
+    for weights in ("bf16", "int8"):
+        yield f"norm_rows, {weights}", partial(Bench.norm, weights=weights, count=7)
+    yield "best_rows", partial(Bench.best, count=3)
+    yield "sample_rows", partial(Bench.drawn, count=3)
 
 
 def _spans(sizes: list[tuple[int, int]], shared_blocks: int) -> list[SequenceSpan]:

@@ -65,7 +65,7 @@ class _Maker:
             embedding=self._drawn(c.vocab_size, c.hidden).to(self._dtype),
             layers=tuple(self._layer() for _ in range(c.num_layers)),
             norm=self._ones(),
-            head=self._kernels.pack_matrix(self._drawn(c.vocab_size, c.hidden).to(self._dtype), None),
+            head=self._kernels.pack_head(self._drawn(c.vocab_size, c.hidden).to(self._dtype)),
         )
 
     def _layer(self) -> Layer:

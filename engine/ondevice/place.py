@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 TOY_NOTE = "TOY: there is no GPU here, so this ran on the CPU in Triton's interpreter: it shows that it runs, no speed."
+_RECORDS_S = 0.02
+"""What takes longer is timed as it is launched; shorter work would wait for the host between two launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +40,52 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, action: Callable[[], Any], times: int = 20) -> float:
-        """One call of it, the mean of `times` behind each other, after one that doesn't count."""
+        """One call of it, the mean of `times` behind each other, after one that doesn't count: launched at once, as a
+        step's kernels are, where they can be recorded."""
         action()
         self.wait()
+        start = time.perf_counter()
+        action()
+        self.wait()
+        once_s = time.perf_counter() - start
         if self.is_toy:
-            start = time.perf_counter()
-            action()
-            return time.perf_counter() - start
+            return once_s
+        graph = self._recorded(action, times) if once_s < _RECORDS_S else None
+
+        def launch() -> None:
+            if graph is not None:
+                graph.replay()
+                return
+            for _ in range(times):
+                action()
+
+        launch()
         event: Any = torch.cuda.Event  # without types
         begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
-        for _ in range(times):
-            action()
+        launch()
         end.record()
         self.wait()
         return float(begin.elapsed_time(end)) / 1e3 / times
 
+    def _recorded(self, action: Callable[[], Any], times: int) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(graph):
+            for _ in range(times):
+                action()
+            return graph
+        return None
+
 
 def arguments(description: str) -> argparse.Namespace:
-    """--toy, which is set by itself where there is no GPU. The interpreter has to be switched on before any kernel is
-    imported, so that this comes first."""
+    """--toy is set by itself where there is no GPU."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--toy", action="store_true", help="on the CPU, in the interpreter (default without a GPU)")
-    parser.add_argument("--limit-s", type=float, help="begin nothing new after so many seconds")
+    parser.add_argument("--limit-s", type=float, help="begin nothing new after so many seconds, end what then runs")
+    parser.add_argument("--json", type=Path, help="a file that all figures are written to, again after each")
     found = parser.parse_args()
     found.toy = found.toy or not torch.cuda.is_available()
     if found.toy:
-        os.environ["TRITON_INTERPRET"] = "1"
         say(TOY_NOTE)
     return found
 
@@ -75,9 +98,7 @@ def say(sentence: str) -> None:
     print(sentence, file=sys.stdout, flush=True)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns under their names."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
-    )
+def keep(path: Path | None, figures: dict[str, Any]) -> None:
+    """Writes them to the file that was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")

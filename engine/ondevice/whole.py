@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,25 +18,33 @@ from engine.ondevice.place import Place
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 
-_WARM = 8  # sequences that compile kernels and record sizes before the clock starts
+_WARM_TOKENS = 64  # of a prompt's own, and
+_WARM_OUTPUT = 4  # of an answer, in the run that compiles kernels and records sizes before the clock starts
 
 
 class Whole:
-    """One model in one format; the weights stay while workloads come and go."""
+    """One model in one format; the weights stay while workloads come and go. `num_layers`, `num_blocks`: of a smaller
+    one, which needs the same kernels."""
 
-    def __init__(self, place: Place, weights: str, kv: str) -> None:
+    def __init__(
+        self,
+        place: Place,
+        weights: str,
+        kv: str,
+        *,
+        num_layers: int | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
         model = TOY if place.is_toy else LLAMA_8B
+        model = replace(model, num_layers=num_layers or model.num_layers)
         if place.is_toy:
             kv = "float32" if kv == "bf16" else kv
-        else:
-            gc.collect()
-            torch.cuda.empty_cache()  # else what the last model left with the allocator counts as taken
         self._place = place
         self._config = EngineConfig(
             model="",
             weight_format=weights,
             kv_format=kv,
-            num_blocks=64 if place.is_toy else None,
+            num_blocks=64 if place.is_toy else num_blocks,
             step_tokens=64 if place.is_toy else 8192,
             max_running=512,
             device="cpu" if place.is_toy else "cuda",
@@ -59,14 +66,20 @@ class Whole:
         self._turn = 0
 
     def run(self, load: Load, *, plans: bool = True) -> float:
-        """Seconds. Not `plans`: each sequence computes and reads its own copy of what they share."""
-        config = self._config if plans else replace(self._config, prefix_cache=False)
-        if not self._place.is_toy:
-            self._timed(config, replace(load, count=min(load.count, _WARM), output=min(load.output, 16)))
-        return self._timed(config, load)
+        """Seconds. Not `plans`, behind such a run: each sequence computes and reads its own copy of what they share."""
+        if plans and not self._place.is_toy:
+            self.warm(load)
+        return self._timed(load, plans=plans)
 
-    def _timed(self, config: EngineConfig, load: Load) -> float:
+    def warm(self, load: Load) -> None:
+        """Runs every kernel that the load needs: as many sequences, of short prompts and answers."""
+        shared = min(load.shared, 256)
+        prompt, output = shared + min(load.prompt - load.shared, _WARM_TOKENS), min(load.output, _WARM_OUTPUT)
+        self._timed(replace(load, prompt=prompt, output=output, shared=shared), plans=True)
+
+    def _timed(self, load: Load, *, plans: bool) -> float:
         self._turn += 1
+        config = self._config if plans else replace(self._config, prefix_cache=False)
         engine = Engine(config, runner=self._runner)
         params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
         random = torch.Generator().manual_seed(self._turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.ondevice.loads import FORMATS, LOADS, TOY_LOADS, Clock, Load
+from engine.ondevice.crew import Clock
+from engine.ondevice.loads import FORMATS, SHARED, TOY_LOADS, Load
 from engine.ondevice.place import TOY_NOTE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,33 +25,38 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_correct_checks_every_kernel_and_a_whole_engine() -> None:
-    code, lines = run("correct", "--toy")
+def test_correct_checks_every_kernel_and_a_whole_engine(tmp_path: Path) -> None:
+    code, lines = run("correct", "--toy", "--json", str(tmp_path / "found"), "--limit-s", "600")
     assert code == 0, lines
     assert lines[0] == TOY_NOTE
-    assert all(line.startswith("right") for line in lines[1:-1]), lines
-    for kernel in ("attend", "store_qkv", "multiply ", "multiply_groups", "silu_mul", "norm_rows", "best", "sample"):
+    assert all(line.startswith("right") for line in lines[2:-1]), lines
+    kept = json.loads((tmp_path / "found").read_text())
+    assert kept["is_right"] and len(kept["checks"]) == len(lines) - 3
+    for kernel in ("attend", "store_qkv", "multiply,", "multiply_groups", "silu_mul", "norm_rows", "best", "sample"):
         assert any(kernel in line for line in lines), kernel
     assert "0 failed" in lines[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_speed_measures_kernels_engines_and_the_peer() -> None:
-    code, lines = run("speed", "--toy")
+def test_speed_measures_kernels_engines_and_the_peer(tmp_path: Path) -> None:
+    code, lines = run("speed", "--toy", "--json", str(tmp_path / "found"), "--limit-s", "600")
     assert code == 0, lines
     assert lines[0] == TOY_NOTE
     text = "\n".join(lines)
     for label in FORMATS:
         assert sum(line.startswith(f"{label} ") for line in lines) >= len(TOY_LOADS), label
-    assert "unplanned" in text and "transformers' continuous batching" in text
-    assert "not measured: the time is up" not in text
+    assert "unplanned" in text and "transformers" in text
+    assert "the time is up" not in text
+    kept = json.loads((tmp_path / "found").read_text())
+    assert {one["format"] for one in kept["engines"]} >= set(FORMATS)
+    assert len(kept["aims"]) == 5 and kept["rates"]["copy_bytes"] > 0
 
 
 def test_what_does_not_fit_into_the_time_is_not_begun() -> None:
     assert Clock(None).has(1e9)
     assert Clock(100).has(50) and not Clock(100).has(150)
-    assert [load.name for load in LOADS][2] == "2048 shared + 64 in / 128 out, 512 sequences"
+    assert SHARED.name == "2048 shared + 64 in / 128 out, 512 sequences"
     assert Load(10, 3, 2).tokens == 6
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from subprocess import CalledProcessError
 
 import torch
 
@@ -20,7 +21,8 @@ FIRST = (8, 0)
 """The oldest architecture (sm_80) that our kernels are made for: it has bf16 and copies beside computing."""
 FIRST_FP8 = (8, 9)
 
-_NO_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")  # torch has a type of its own for the rest
+# torch has a type of its own where its allocator finds none; drivers, streams and graphs take theirs elsewhere
+_NO_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 _OF_DEVICE = ("CUDA error", "Triton Error [CUDA]", "CUDA driver error", "CUBLAS_STATUS", "out of resource:")
 _WAY_OUT = "update the driver, or run on the CPU with --device cpu"
 
@@ -39,14 +41,19 @@ class Gpu:
 
 
 def find_device(
-    wanted: str, formats: Formats, say: Callable[[str], None], look: Callable[[], Gpu] | None = None
+    wanted: str,
+    formats: Formats,
+    say: Callable[[str], None],
+    look: Callable[[], Gpu] | None = None,
+    *,
+    reproducible: bool = False,
 ) -> torch.device:
     """The device for `wanted` (auto, cpu or cuda). Raises DeviceError when the GPU was asked for and can't serve."""
     if wanted == "cpu":
         return CPU
     why: str | None
     try:
-        why = refusal((look or look_at_gpu)(), formats)
+        why = refusal((look or look_at_gpu)(), formats, reproducible=reproducible)
     except NoGpuError as error:
         if wanted == "auto":
             return CPU
@@ -66,26 +73,39 @@ class NoGpuError(DeviceError):
 
 
 def look_at_gpu() -> Gpu:
-    """The current GPU, on which a kernel ran. Raises NoGpuError, or DeviceError if its driver refuses."""
+    """The current GPU, on which a kernel ran unless it is too old. Raises NoGpuError, or DeviceError if its driver
+    refuses."""
     if torch.version.cuda is None:
         raise NoGpuError("this torch was built without CUDA")
     if not torch.cuda.is_available():
         raise NoGpuError("torch sees no NVIDIA GPU, or no driver for it")
-    name = torch.cuda.get_device_name()
+    name = "the GPU"
     try:
-        from engine.kernels.gpu.common import prove
-
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         free, _ = torch.cuda.mem_get_info()
-        prove(torch.device("cuda"))
+        if capability >= FIRST:
+            from engine.kernels.gpu.common import prove
+
+            prove(torch.device("cuda"))
     except ImportError as error:
         raise NoGpuError(f"its kernels need triton, which isn't there ({error})") from error
     except Exception as error:  # whatever the driver, its loader or triton raise: none of them can be gone on from
-        raise DeviceError(f"The driver of {name} refuses our kernels ({first_line(error)}); {_WAY_OUT}.") from error
-    return Gpu(name=name, capability=torch.cuda.get_device_capability(), free_bytes=free)
+        raise DeviceError(why_it_failed(name, error)) from error
+    return Gpu(name=name, capability=capability, free_bytes=free)
 
 
-def refusal(gpu: Gpu, formats: Formats) -> str | None:
-    """Why this GPU can't run these formats; None if it can."""
+def why_it_failed(name: str, error: Exception) -> str:
+    """What hinders the first kernel on this GPU."""
+    if isinstance(error, CalledProcessError) or "C compiler" in str(error):
+        needs = f"Triton needs a C compiler and Python's headers to launch kernels on {name}"
+        return f"{needs} ({first_line(error)}); install gcc and python3-dev, or run on the CPU with --device cpu."
+    return f"The driver of {name} refuses our kernels ({first_line(error)}); {_WAY_OUT}."
+
+
+def refusal(gpu: Gpu, formats: Formats, *, reproducible: bool = False) -> str | None:
+    """Why this GPU can't run these formats; None if it can. `reproducible`: no answer may depend on others."""
+    if reproducible:
+        return "On a GPU an answer depends on what is computed beside it, so reproducible needs --device cpu."
     if gpu.capability < FIRST:
         return f"{gpu.name} ({gpu.arch}) is too old: our kernels need an Ampere GPU (sm_80) or a later one."
     if "fp8" in formats and gpu.capability < FIRST_FP8:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from subprocess import CalledProcessError
+
 import pytest
 import torch
 
 from engine.config import EngineConfig, Formats
-from engine.device import CPU, Gpu, NoGpuError, errors_told, find_device, is_of_device
+from engine.device import CPU, Gpu, NoGpuError, errors_told, find_device, is_of_device, why_it_failed
 from engine.errors import ConfigError, DeviceError, MemoryShortageError, ModelError
 from engine.memory.plan import plan_memory
 from engine.model.config import ModelConfig
@@ -62,6 +64,23 @@ def test_no_gpu_and_a_driver_that_refuses() -> None:
         find_device("cuda", BF16, said.append, refusing)
 
 
+def test_a_first_kernel_that_fails_says_what_to_do() -> None:
+    for error in (RuntimeError("Failed to find C compiler. Please specify"), CalledProcessError(1, ["gcc", "main.c"])):
+        assert "install gcc and python3-dev" in why_it_failed("NVIDIA H200", error)
+    said = why_it_failed("NVIDIA H200", RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
+    assert (
+        said.startswith("The driver of NVIDIA H200 refuses our kernels (Triton Error") and "update the driver" in said
+    )
+
+
+def test_answers_that_may_not_depend_on_others_are_not_given_on_a_gpu() -> None:
+    said: list[str] = []
+    assert find_device("auto", BF16, said.append, lambda: H200, reproducible=True) == CPU
+    assert "reproducible" in said[0]
+    with pytest.raises(DeviceError, match="reproducible needs --device cpu"):
+        find_device("cuda", BF16, said.append, lambda: H200, reproducible=True)
+
+
 def test_this_machine_says_which_of_both_it_has() -> None:
     if torch.cuda.is_available():
         assert find_device("cuda", BF16, print).type == "cuda"
@@ -89,8 +108,13 @@ def test_what_is_no_device_error_stays_itself() -> None:
     assert not is_of_device(RuntimeError("shape mismatch"))
     with pytest.raises(RuntimeError, match="shape mismatch"), errors_told():
         raise RuntimeError("shape mismatch")
-    with pytest.raises(MemoryShortageError), errors_told():
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    for error in (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ):
+        with pytest.raises(MemoryShortageError), errors_told():
+            raise error
     with pytest.raises(ConfigError), errors_told():
         raise ConfigError("CUDA error in a sentence of ours")
 

@@ -1,11 +1,17 @@
 """Weights as small integers in groups: value = (code - zero) * scale, with a scale and a zero for each group.
 
 A group is a run of columns of one row: those that one output multiplies its inputs with. Symmetric schemes have the
-middle code as their zero everywhere, which is then not kept.
+middle code as their zero everywhere, which is then not kept. Codes reach one further below the middle than above it, so
+their lowest is the largest weight, whatever its sign: scales may be negative. Steps get smaller by a sixteenth (of 4
+bits), and the largest weights, which count most, are exact. Without calibration, in groups of 64 on the default model,
+mean KL is 0.283 so; with positive scales, whose codes end half a step before the largest weight, it is 0.383, and 0.403
+where these are rounded up when they are stored, which makes all of the largest weights smaller.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,15 +65,31 @@ class GroupedWeight:
         zero = None if self.zero is None else self.zero[start:end]
         return GroupedWeight(bits=self.bits, codes=self.codes[start:end], scale=self.scale[start:end], zero=zero)
 
+    def widened(self, bits: int, group: int) -> GroupedWeight:
+        """The same numbers in codes of as many bits or more, and in groups that divide these."""
+        times = self.group // group
+        shift = 0 if self.zero is not None else (1 << (bits - 1)) - (1 << (self.bits - 1))
+        zero = None if self.zero is None else self.zero.repeat_interleave(times, 1)
+        return GroupedWeight(
+            bits=bits, codes=self.codes + shift, scale=self.scale.repeat_interleave(times, 1), zero=zero
+        )
+
+
+def alike(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """The same numbers in codes of the widest of them, and in groups that divide those of each."""
+    bits, group = max(weight.bits for weight in weights), math.gcd(*(weight.group for weight in weights))
+    return [w if (w.bits, w.group) == (bits, group) else w.widened(bits, group) for w in weights]
+
 
 def grid(grouped: Tensor, scheme: Scheme, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """The scale and zero, float32 [...], that cover each group of `grouped` [..., group], or `shrink` times as much."""
     if scheme.symmetric:
-        scale = grouped.abs().amax(-1) * shrink / (scheme.top / 2)
+        largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
+        scale = largest * shrink / -((scheme.top + 1) / 2)
     else:
         low, high = grouped.amin(-1).clamp(max=0) * shrink, grouped.amax(-1).clamp(min=0) * shrink
         scale = (high - low) / scheme.top
-    scale = _rounded_up(scale.clamp(min=_LEAST_SCALE), scheme.scale_dtype)
+    scale = torch.where(scale.abs() < _LEAST_SCALE, _LEAST_SCALE, scale).to(scheme.scale_dtype).float()
     if scheme.symmetric:
         return scale, torch.full_like(scale, (scheme.top + 1) / 2)
     return scale, (-low / scale).round().clamp(0, scheme.top)
@@ -109,12 +131,6 @@ def output_error(quantized: GroupedWeight, weight: Tensor, hessian: Tensor) -> T
     float64 [out]."""
     change = (quantized.dequantized() - weight.float()).double()
     return ((change @ hessian.double()) * change).sum(-1)
-
-
-def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The next number of `dtype` that isn't smaller: the codes still cover the whole range."""
-    near = scale.to(dtype)
-    return (near.view(torch.int16) + (near.float() < scale)).view(dtype).float()
 
 
 def _zeros(zero: Tensor | None, bits: int) -> Tensor | float:

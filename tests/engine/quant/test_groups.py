@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,13 +16,29 @@ from tests.engine.quant.problems import Problem, problems
 
 @settings(max_examples=40, deadline=None)
 @given(problems, st.sampled_from((1e-4, 1.0, 300.0)))
-def test_no_number_is_off_by_more_than_half_a_scale(problem: Problem, size: float) -> None:
+def test_no_number_is_off_by_more_than_half_a_scale_or_lies_far_outside(problem: Problem, size: float) -> None:
     weight, scheme = problem.weight * size, problem.scheme
     found = round_to_nearest(weight, scheme)
-    off = (found.dequantized() - weight).abs().view(*found.scale.shape, -1)
-    assert (off <= found.scale[..., None] * 0.5001).all()
+    zero = torch.full_like(found.scale, (scheme.top + 1) / 2) if found.zero is None else found.zero.float()
+    steps = weight.view(*found.scale.shape, -1) / found.scale[..., None] + zero[..., None]
+    outside = (steps - scheme.top - 0.5).clamp(min=0) + (-0.5 - steps).clamp(min=0)
+    off = (found.dequantized() - weight).view(steps.shape) / found.scale[..., None]
+    assert (off.abs() <= 0.5001 + outside).all()
+    exact = round_to_nearest(weight, replace(scheme, scale_dtype=torch.float32)).scale
+    rounded = (exact / found.scale - 1).abs().amax()
+    assert outside.amax() <= 0.5001 + float(rounded) * (scheme.top + 1), "no more than the other end, and by the scale"
     assert found.codes.max() <= scheme.top
     assert torch.equal(found.scale.to(scheme.scale_dtype).float(), found.scale), "scales are stored as they are used"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_largest_weight_of_a_group_is_its_lowest_code(dtype: torch.dtype) -> None:
+    weight = torch.randn(400, 64, generator=torch.Generator().manual_seed(3))
+    found = round_to_nearest(weight, Scheme(bits=4, group=64, scale_dtype=dtype))
+    at = weight.abs().argmax(1, keepdim=True)
+    assert (found.codes.gather(1, at) == 0).all()
+    assert (found.scale[:, 0].sign() == -weight.gather(1, at)[:, 0].sign()).all()
+    assert torch.allclose(found.dequantized().gather(1, at), weight.gather(1, at), rtol=2**-8)
 
 
 @settings(max_examples=20, deadline=None)

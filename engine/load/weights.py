@@ -28,7 +28,7 @@ from engine.model.config import ModelConfig, config_from_directory, config_from_
 from engine.model.layers import Layer, Weights
 from engine.quant import fp8
 from engine.quant.fp8 import Fp8Weight
-from engine.quant.groups import GroupedWeight
+from engine.quant.groups import GroupedWeight, alike
 
 _MOST_FREQUENCIES = 4096  # of half a head
 _PLAIN_KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
@@ -110,7 +110,7 @@ class GGUFSource:
     def scheme(self, name: str) -> GroupScheme | None:
         home = self._home.get(name)
         stored = gguf_groups.KINDS.get(self._file.tensors[home].kind) if home is not None else None
-        return None if stored is None else GroupScheme(stored.bits, gguf_groups.GROUP, 4 * stored.has_zeros)
+        return None if stored is None else GroupScheme(stored.bits, stored.group, 4 * stored.has_zeros)
 
     def kind(self, name: str) -> str | None:
         home = self._home.get(name)
@@ -233,16 +233,15 @@ class WeightReader:
         return self._kernels.pack_matrix(self.matrix(names, columns, rows), bias)
 
     def _groups(self, names: list[str], columns: int, rows: list[int]) -> list[GroupedWeight] | None:
-        """The matrices as the checkpoint has them, if all are of integers in groups of one size."""
+        """The matrices as the checkpoint has them, if all are of integers in groups, alike in bits and columns."""
         found = [self._source.grouped(f"{name}.weight") if f"{name}.weight" in self.left else None for name in names]
         weights = [weight for weight in found if weight is not None]
-        schemes = {(weight.bits, weight.group) for weight in weights}
-        if len(weights) < len(names) or len(schemes) > 1 or columns % 2:  # codes of 4 bits lie in pairs
+        if len(weights) < len(names) or columns % 2:  # codes of 4 bits lie in pairs
             return None
         for name, weight, size in zip(names, weights, rows, strict=True):
             self._check(f"{name}.weight", weight.codes, (size, columns))
             self.left.remove(f"{name}.weight")
-        return weights
+        return alike(weights)
 
     def _fp8(self, names: list[str], columns: int, rows: list[int]) -> list[Fp8Weight] | None:
         """The matrices as the checkpoint has them, if all are fp8; made so, if it has none that are."""

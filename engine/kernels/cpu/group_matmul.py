@@ -13,7 +13,7 @@ from engine.kernels.values import Matrix
 FEW_ROWS = 16
 """Up to here it pays to decode each code once for up to eight rows; beyond, torch's bf16 matmul wins."""
 
-_STEP, _CHUNK = 32, 64  # columns: groups hold whole steps, rows whole chunks
+_SHORT, _STEP, _CHUNK = 16, 32, 64  # columns: groups hold the first or whole steps, rows whole chunks
 _PANEL_BYTES = 16 << 20
 
 
@@ -61,7 +61,8 @@ def group_of(matrix: Matrix) -> int:
 
 def reads(matrix: Matrix) -> bool:
     """Whether these kernels take the matrix as it is."""
-    return matrix.bits > 0 and group_of(matrix) % _STEP == 0 and matrix.num_columns % _CHUNK == 0
+    group = group_of(matrix)
+    return matrix.bits > 0 and (group == _SHORT or group % _STEP == 0) and matrix.num_columns % _CHUNK == 0
 
 
 def zeros(matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:

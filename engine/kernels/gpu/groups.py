@@ -13,6 +13,9 @@ import triton.language as tl
 from engine.kernels.gpu.common import dot
 from engine.kernels.gpu.matmul import put_tile, tile_of
 
+SIZES = (16, 32, 64, 128)
+"""Columns of a group."""
+
 TILE_ROWS = (16, 64)
 """Rows of a tile: of a few sequences, and of more."""
 

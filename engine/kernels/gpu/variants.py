@@ -116,7 +116,7 @@ def _matmuls() -> Iterator[Variant]:
         block = f"{tile} {'adds to' if adds else 'gives'} {out}"
         yield Variant("multiply", name, 0, block, matmul.multiply, types, constants, tile.warps, tile.stages)
     weights = {"codes": "*u8", "scale": "*fp32", "zero": "*u8"}
-    for bits, group in itertools.product((4, 8), (32, 64, 128)):
+    for bits, group in itertools.product((4, 8), groups.SIZES):
         shape = _constants(K=min(group, 64), GROUP=group, BITS=bits, HAS_ZERO=1)
         for m, n in itertools.product(groups.TILE_ROWS, (32, 64)):
             types = _types(rows="*bf16", **weights, bias="*fp32", out="*fp32", **sizes)

@@ -61,8 +61,10 @@ def to_gguf(
     *,
     rope_table: list[Any] | None = None,
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
+    blocks: Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray] = gguf.quantize,
 ) -> Path:
-    """As llama.cpp's converter does it: other names, a Llama's rows of q and k in rotary pairs, Gemma's norms whole."""
+    """As llama.cpp's converter does it: other names, a Llama's rows of q and k in rotary pairs, Gemma's norms whole.
+    `blocks` makes those of the tensors that are to be `quantized`."""
     config = json.loads((source / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -104,7 +106,7 @@ def to_gguf(
             name = name.replace(theirs, ours)
         kind = (quantized or {}).get(name)
         values = np.ascontiguousarray(tensor)
-        writer.add_tensor(name, values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, values if kind is None else blocks(values, kind), raw_dtype=kind)
     if rope_table:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_table, dtype=np.float32))
     writer.write_header_to_file()

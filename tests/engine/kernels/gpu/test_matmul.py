@@ -61,7 +61,7 @@ def test_fp8() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", groups.SIZES)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups(bits: int, group: int, symmetric: bool) -> None:
     torch.manual_seed(group)

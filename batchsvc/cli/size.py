@@ -248,13 +248,14 @@ def _text(answer: Answer) -> str:
     one = needs.kv.total // workload.concurrency
     is_other = shape.stored_bytes is not None and not workload.weights.is_stored
     stored = f", {_gb(shape.stored_bytes or 0)} as its files have them" if is_other else ""
+    beside = _head(answer) + stored
     head = (
         f"{answer.name}: {shape.num_parameters / 1e9:,.4g} billion parameters, {shape.num_layers:,} layers, "
         f"{shape.num_kv_heads:,} KV heads of {shape.head_dim:,}\n"
         f"{workload.concurrency:,} sequence{'s' * (workload.concurrency > 1)} of {workload.context_tokens:,} tokens"
     )
     rows = [
-        ("weights", _gb(needs.weights.total), f"{workload.weights}{_scales(needs.weights.scales)}{stored}"),
+        ("weights", _gb(needs.weights.total), f"{workload.weights}{_scales(needs.weights.scales)}{beside}"),
         ("KV", _gb(needs.kv.total), f"{workload.kv}{_scales(needs.kv.scales)}, {_gb(one)} a sequence"),
         ("total", _gb(needs.total_bytes), ""),
         ("workspace", _gb(needs.workspace_bytes), "at most, on each card beside its share of the total"),
@@ -320,6 +321,16 @@ def _refusal(answer: Answer) -> str:
 
 def _scales(scales: int) -> str:
     return f", {_gb(scales)} of it scales" if scales else ""
+
+
+def _head(answer: Answer) -> str:
+    """What a tied head takes, which the kernels pack for themselves."""
+    from engine.memory.sizing import head_parts
+
+    shape, weights = answer.shape, answer.workload.weights
+    if shape.head is None or not shape.is_tied or weights.is_stored:
+        return ""
+    return f", {_gb(head_parts(shape.head, weights).total)} of it the head, a second copy of the embedding"
 
 
 def _gb(size: int) -> str:

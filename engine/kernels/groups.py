@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from engine.kernels.values import Matrix
-from engine.quant.groups import GroupedWeight
+from engine.memory.formats import head_format, weight_format
+from engine.quant.groups import GroupedWeight, Scheme, round_to_nearest
 from engine.quant.pack import pack_bytes, unpack_bytes
 
 _PANEL_ROWS = 512
+
+
+def head_in_groups(weight: Tensor) -> GroupedWeight | None:
+    """The head [vocab, hidden] in 8 bits, as memory/formats.py counts it beside weights in groups; None where no groups
+    fit."""
+    form = head_format(weight_format("w8a16"), weight.shape[1])
+    return None if form.group is None else round_to_nearest(weight, Scheme(bits=form.bits, group=form.group))
 
 
 def pack(weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:

@@ -49,7 +49,8 @@ class TorchKernels(HostKernels):
         )
 
     def pack_head(self, weight: Tensor) -> Matrix:
-        return self.pack_matrix(weight, None)
+        head = groups.head_in_groups(weight) if self.takes_groups else None
+        return self.pack_matrix(weight, None) if head is None else self.pack_groups([head], None)
 
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         return groups.pack(weights, None if bias is None else bias.float())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -70,25 +72,28 @@ def kept_format(path: Path) -> str | None:
 
 def kept_bytes(model: ModelConfig, source: SchemeSource) -> int:
     """Of all weights, as the engine holds them in a group format."""
-    plain = weight_parts(model.shape, weight_format("bf16"), packs_head=True).total
+    sum_of = weight_parts(replace(model.shape, matrices=()), weight_format("w8a16")).total
     for matrix in _matrices(model):
+        rows = sum(matrix.rows)
         if scheme := common_scheme(matrix, source):
-            rows = sum(matrix.rows)
             groups = rows * (matrix.columns // scheme.group)
-            kept = rows * matrix.columns * scheme.bits // 8 + groups * (_SCALE_BYTES + scheme.zero_bytes)
-            plain += kept - rows * matrix.columns * _PLAIN_BYTES
-    return plain
+            sum_of += rows * matrix.columns * scheme.bits // 8 + groups * (_SCALE_BYTES + scheme.zero_bytes)
+        else:
+            sum_of += rows * matrix.columns * _PLAIN_BYTES
+    return sum_of
 
 
 def common_scheme(matrix: Fused, source: SchemeSource) -> GroupScheme | None:
-    """The scheme of matrices that can be kept as one; the widest zeros of theirs."""
+    """The scheme of matrices that can be kept as one, as `alike` makes them: the widest codes and zeros of theirs, in
+    groups that divide those of each."""
     schemes = [source.scheme(f"{name}.weight") for name in matrix.names]
     known = [scheme for scheme in schemes if scheme is not None]
-    if len(known) < len(schemes) or len({(scheme.bits, scheme.group) for scheme in known}) > 1:
+    if len(known) < len(schemes) or matrix.columns % 2:  # codes of 4 bits lie in pairs
         return None
-    if matrix.columns % known[0].group or matrix.columns % 2:  # codes of 4 bits lie in pairs
+    if any(matrix.columns % scheme.group for scheme in known):
         return None
-    return max(known, key=lambda scheme: scheme.zero_bytes)
+    bits, groups, zero_bytes = zip(*known, strict=True)
+    return GroupScheme(max(bits), math.gcd(*groups), max(zero_bytes))
 
 
 def conversion(model: ModelConfig, source: SchemeSource, chosen: str, name: str, kept: str | None) -> str | None:
@@ -103,7 +108,7 @@ def conversion(model: ModelConfig, source: SchemeSource, chosen: str, name: str,
         return None
     kinds = " and ".join(f"{count} in {kind}" for kind, count in sorted(converted.items()))
     if is_kept:
-        return f"Of the matrices of {name}, {kinds} have no kernel, alone or beside others, and become bf16."
+        return f"Of the matrices of {name}, {kinds} have no kernel, or lie beside some that have none, and become bf16."
     way_out = f"; the weight format {kept} keeps what it can as it is" if kept else ""
     return f"The matrices of {name} are quantized ({kinds}) and are converted to {chosen}{way_out}."
 

@@ -1,7 +1,8 @@
-"""What a weight and a cached number take in each format, the scales beside them counted."""
+"""What a weight and a cached number take in each format as the engine holds them, the scales beside them counted."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from engine.errors import ConfigError
@@ -9,18 +10,20 @@ from engine.errors import ConfigError
 GROUPS = (32, 64, 128)
 """Columns that may share a scale."""
 
-_GROUP_SCALE_BITS = 16
-_ROW_SCALE_BITS = 32  # also of the groups that our own kernels read
+HEAD_GROUP = 64
+"""Columns of a group of the head, at most, where the matrices of layers are in groups."""
+
+_SCALE_BITS, _ZERO_BITS = 32, 16  # as our kernels read them; files have less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How the matrices are kept; embedding, norms and biases stay floating-point, of at most 16 bits where `bits` are.
+    """How the matrices are kept, the head as `head_format` says; embedding, norms and biases stay floating-point, of at
+    most 16 bits where `bits` are.
 
     `group`       columns that share a scale; None: one scale a row, if there are scales at all
     `scale_bits`  of each scale; 0 in formats that have none
     `zero_bits`   of the zero point beside each scale
-    `keeps_head`  the head stays floating-point, as in GPTQ and AWQ checkpoints
     `is_stored`   everything stays as the model's file has it
     """
 
@@ -29,7 +32,6 @@ class WeightFormat:
     group: int | None = None
     scale_bits: int = 0
     zero_bits: int = 0
-    keeps_head: bool = False
     is_stored: bool = False
 
     def __str__(self) -> str:
@@ -61,11 +63,11 @@ SCALE_BYTES = 4
 _WEIGHTS = {
     "float32": WeightFormat(name="float32", bits=32),
     "bf16": WeightFormat(name="bf16", bits=16),
-    "int8": WeightFormat(name="int8", bits=8, scale_bits=_ROW_SCALE_BITS),
-    "fp8": WeightFormat(name="fp8", bits=8, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
-    "int4": WeightFormat(name="int4", bits=4, group=128, scale_bits=_GROUP_SCALE_BITS, keeps_head=True),
-    "w8a16": WeightFormat(name="w8a16", bits=8, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
-    "w4a16": WeightFormat(name="w4a16", bits=4, group=64, scale_bits=_ROW_SCALE_BITS, keeps_head=True),
+    "int8": WeightFormat(name="int8", bits=8, scale_bits=_SCALE_BITS),
+    "fp8": WeightFormat(name="fp8", bits=8, scale_bits=_SCALE_BITS),
+    "int4": WeightFormat(name="int4", bits=4, group=128, scale_bits=_SCALE_BITS),
+    "w8a16": WeightFormat(name="w8a16", bits=8, group=64, scale_bits=_SCALE_BITS),
+    "w4a16": WeightFormat(name="w4a16", bits=4, group=64, scale_bits=_SCALE_BITS),
     "stored": WeightFormat(name="stored", bits=0, is_stored=True),
 }
 _WEIGHT_ALIASES = {"32": "float32", "16": "bf16", "fp16": "bf16", "8": "int8", "4": "int4"}
@@ -97,10 +99,17 @@ def weight_format(name: str, *, group: int | None = None, has_zero_points: bool 
         found,
         name=spelled if is_packed else found.name,
         group=group or found.group or GROUPS[-1],
-        scale_bits=_GROUP_SCALE_BITS,
-        zero_bits=found.bits if has_zero_points or is_packed else 0,
-        keeps_head=True,
+        zero_bits=_ZERO_BITS if has_zero_points or is_packed else 0,
     )
+
+
+def head_format(form: WeightFormat, columns: int) -> WeightFormat:
+    """How a head of so many columns is kept beside matrices in that format: beside groups in 8 bits, where groups fit,
+    because floating-point it would be half of what a small model's answers read."""
+    if form.group is None:
+        return _WEIGHTS["bf16"] if form.name == "fp8" else form
+    group = math.gcd(columns, HEAD_GROUP)
+    return replace(_WEIGHTS["w8a16"], group=group) if group in GROUPS else _WEIGHTS["bf16"]
 
 
 def kv_format(name: str) -> KvFormat:

@@ -100,8 +100,7 @@ def plan_memory(
 
 
 def _weight_bytes(model: ModelConfig, weights: str) -> int:
-    """As the engine keeps them: it packs a head of its own even where the head is the embedding."""
-    return weight_parts(model.shape, weight_format(weights), packs_head=True).total
+    return weight_parts(model.shape, weight_format(weights)).total
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, kv: KvFormat) -> int:

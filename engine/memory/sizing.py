@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from engine.memory.formats import KvFormat, WeightFormat
+from engine.memory.formats import KvFormat, WeightFormat, head_format
 from engine.memory.shape import Matrix, ModelShape
 
 LOGIT_ROWS = 128
@@ -77,7 +77,7 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
     sequence = sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
     weights = weight_parts(shape, workload.weights)
     attended = attended_parts(shape, workload.kv, workload.context_tokens)
-    looked_up = 0 if shape.is_tied or workload.weights.is_stored else shape.embedding * workload.weights.plain_bytes
+    looked_up = 0 if workload.weights.is_stored else shape.embedding * workload.weights.plain_bytes
     return Demand(
         weights=weights,
         kv=sequence.times(workload.concurrency),
@@ -92,21 +92,20 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
     )
 
 
-def weight_parts(shape: ModelShape, form: WeightFormat, *, packs_head: bool = False) -> Parts:
-    """Of all weights. A head of its own is a second copy of a tied embedding: where the format quantizes it, or where
-    the kernels pack it (`packs_head`)."""
+def weight_parts(shape: ModelShape, form: WeightFormat) -> Parts:
+    """Of all weights as the engine holds them: it packs a head of its own even where that is the embedding."""
     if form.is_stored:
         assert shape.stored_bytes is not None, "only a file has stored weights"
         return Parts(shape.stored_bytes)
     sum_of = Parts((shape.embedding + shape.vectors) * form.plain_bytes)
     for matrix in shape.matrices:
         sum_of = sum_of.plus(_matrix_parts(matrix, form))
-    if shape.head is None:
-        return sum_of
-    is_quantized = form.scale_bits > 0 and not form.keeps_head
-    if is_quantized:
-        return sum_of.plus(_matrix_parts(shape.head, form))
-    return sum_of.plus(Parts(shape.head.elements * form.plain_bytes)) if packs_head or not shape.is_tied else sum_of
+    return sum_of if shape.head is None else sum_of.plus(head_parts(shape.head, form))
+
+
+def head_parts(head: Matrix, form: WeightFormat) -> Parts:
+    """Of the head beside matrices in that format."""
+    return _matrix_parts(head, head_format(form, head.columns))
 
 
 def block_bytes(shape: KvShape, kv: KvFormat, block_tokens: int) -> int:

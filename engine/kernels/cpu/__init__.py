@@ -7,7 +7,6 @@ pointers.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,12 +27,11 @@ from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
 from engine.model.rope import Angles
 from engine.quant.fp8 import Fp8Weight
-from engine.quant.groups import GROUPS, GroupedWeight, Scheme, round_to_nearest
+from engine.quant.groups import GroupedWeight
 
 BLOCK_TOKENS = 16
 _KINDS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 _PACK_ROWS = 256
-_HEAD_GROUP = 64
 _EVEN_ROWS = 64
 _PANEL = 32  # outputs that the matmul of matmul.cpp makes at once
 _LANES = 16  # values that the kernels of rows.cpp read at once
@@ -94,11 +92,8 @@ class CpuKernels(HostKernels):
         return Matrix(packed=packed, num_rows=rows, num_columns=columns, bias=bias)
 
     def pack_head(self, weight: Tensor) -> Matrix:
-        """Beside weights in groups of 4 bits a bf16 head would be half of all bytes that an answer's step reads."""
-        group = math.gcd(weight.shape[1], _HEAD_GROUP)
-        if not self.takes_groups or group not in GROUPS:
-            return self.pack_matrix(weight, None)
-        return groups.pack([round_to_nearest(weight, Scheme(bits=8, group=group))], None)
+        head = groups.head_in_groups(weight) if self.takes_groups else None
+        return self.pack_matrix(weight, None) if head is None else self.pack_groups([head], None)
 
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         return groups.pack(weights, None if bias is None else bias.float())

@@ -24,7 +24,7 @@ from engine.kernels.values import Matrix, Product, Rows
 from engine.model.config import ModelConfig
 from engine.quant.fp8 import DTYPE as FP8
 from engine.quant.fp8 import Fp8Weight
-from engine.quant.groups import GROUPS, GroupedWeight
+from engine.quant.groups import GroupedWeight
 from engine.staging import Array
 
 _LOG2_E = 1.4426950408889634
@@ -100,12 +100,13 @@ class GpuKernels:
         return Matrix(packed=packed, num_rows=len(weight), num_columns=weight.shape[1], bias=shift)
 
     def pack_head(self, weight: Tensor) -> Matrix:
-        return self.pack_matrix(weight, None)
+        head = group_codes.head_in_groups(weight) if self.takes_groups else None
+        return self.pack_matrix(weight, None) if head is None else self.pack_groups([head], None)
 
     def pack_groups(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Matrix:
         matrix = group_codes.pack(weights, None if bias is None else bias.float())
         assert matrix.scale is not None, "weights in groups have scales"
-        if self._group_of(matrix) not in GROUPS:
+        if self._group_of(matrix) not in groups.SIZES:
             dense = torch.cat([weight.dequantized() for weight in weights])
             return self.pack_matrix(dense, bias)
         return Matrix(
@@ -290,7 +291,8 @@ class GpuKernels:
 
     def _multiply(self, given: Rows, matrix: Matrix, out: Tensor, *, adds: bool) -> None:
         packed = matrix.packed
-        if matrix.bits and len(given.values) <= FEW_ROWS:
+        is_head = matrix.num_rows == self._model.vocab_size  # too large for a floating-point copy at each step
+        if matrix.bits and (is_head or len(given.values) <= FEW_ROWS):
             self._multiply_groups(given, matrix, out, adds=adds)
             return
         if matrix.bits:

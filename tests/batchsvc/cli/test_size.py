@@ -59,7 +59,7 @@ def test_any_configuration_is_answered_as_json(
     assert run(monkeypatch, *asked, "--card", "l4", "--price", "0.5") == 0
     found = document(capsys)
     assert found["parameters"] == 145_511_424
-    assert found["weight_bytes"] == 2 * 145_511_424
+    assert found["weight_bytes"] == 2 * (145_511_424 + 32_000 * 1024), "the head is a second copy of the embedding"
     assert found["kv_bytes"] == 10 * 2 * 4 * 64 * 2 * 8192 * 100
     assert found["total_bytes"] == found["weight_bytes"] + found["kv_bytes"]
     assert (found["cards"], found["fits"], found["tensor_parallel"], found["ways_out"]) == (1, True, 1, [])
@@ -79,7 +79,8 @@ def test_weights_in_files_are_told_and_counted(
 ) -> None:
     (config / "model.safetensors").write_bytes(bytes(123_456_000))
     assert run(monkeypatch, "--model", str(config)) == 0
-    assert "0.291 GB  bf16, 0.123 GB as its files have them" in capsys.readouterr().out
+    head = "0.066 GB of it the head, a second copy of the embedding"
+    assert f"0.357 GB  bf16, {head}, 0.123 GB as its files have them" in capsys.readouterr().out
     assert run(monkeypatch, "--model", str(config), "--weights", "stored", "--json") == 0
     found = document(capsys)
     assert found["stored_bytes"] == found["weight_bytes"] == 123_456_000

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from engine.cache.pool import block_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
+from engine.memory.formats import WeightFormat, kv_format, weight_format
 from engine.memory.plan import KV_SHARE, available_bytes, plan_memory
+from engine.memory.sizing import Workload, demand
+from engine.memory.sources import read_shape
 from engine.model.config import ModelConfig
 from engine.quant.__main__ import quantize
+from engine.runner import ModelRunner
 from tests.engine.stepping import make_runner
 from tests.tiny import make_tiny_model
 
@@ -79,20 +83,35 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
         plan_memory(config(kv_bytes=1000), MODEL, available=GIB)
 
 
-@pytest.mark.parametrize("weight_format", ["float32", "bf16", "int8"])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_weights_are_counted_as_the_engine_holds_them(tmp_path: Path, weight_format: str, is_tied: bool) -> None:
-    model = make_tiny_model(tmp_path / "m", hidden=128, mlp=256, vocab_size=512, tied=is_tied)
-    runner = make_runner(model, weight_format=weight_format, num_blocks=2)
+def held_bytes(runner: ModelRunner) -> int:
+    """Of all that was loaded, norms apart."""
     weights = runner._decoder._weights
-    tensors = [weights.embedding, weights.norm, weights.head.packed, weights.head.scale]
+    matrices = [weights.head]
     for layer in weights.layers:
-        tensors += [layer.attention_norm, layer.mlp_norm]
-        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            tensors += [matrix.packed, matrix.scale, matrix.bias]
-    held = sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
-    norms = sum(4 * tensor.numel() for tensor in tensors if tensor is not None and tensor.ndim == 1)
-    assert held - norms <= runner.memory.weight_bytes <= held
+        matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+    tensors = [weights.embedding]
+    tensors += [part for m in matrices for part in (m.packed, m.scale, m.zero, m.bias) if part is not None]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def asked_bytes(model: Path, weights: WeightFormat) -> int:
+    """What `models size` says."""
+    workload = Workload(context_tokens=512, concurrency=1, weights=weights, kv=kv_format("bf16"))
+    return demand(read_shape(model), workload).weights.total
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("heads", [2, 16], ids=["compiled", "torch"])
+def test_weights_are_counted_as_the_engine_holds_them(tmp_path: Path, name: str, is_tied: bool, heads: int) -> None:
+    model = make_tiny_model(
+        tmp_path / "m", hidden=128, mlp=256, vocab_size=512, heads=heads, kv_heads=heads, tied=is_tied
+    )
+    runner = make_runner(model, weight_format=name, kv_format="bf16" if name != "float32" else name, num_blocks=2)
+    assert runner.kernels.is_fused == (heads == 2 and name != "float32")
+    norms = runner.memory.weight_bytes - held_bytes(runner)
+    assert norms == (4 if name == "float32" else 2) * 128 * 5
+    assert asked_bytes(model, weight_format(name)) == runner.memory.weight_bytes
 
 
 def container(path: Path, limit: str) -> Path:
@@ -112,21 +131,17 @@ def test_a_container_limit_counts_and_its_file_cache_does_not(tmp_path: Path) ->
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("heads", [2, 16], ids=["compiled", "torch"])
 def test_weights_in_groups_are_counted_with_their_scales(
-    tmp_path: Path, bits: int, group: int, symmetric: bool
+    tmp_path: Path, bits: int, group: int, symmetric: bool, heads: int
 ) -> None:
-    model = make_tiny_model(tmp_path / "m", hidden=128, mlp=256, layers=1)
+    model = make_tiny_model(tmp_path / "m", hidden=128, mlp=256, layers=1, heads=heads, kv_heads=heads)
     target = tmp_path / "small"
     quantize(str(model), target, method="rtn", bits=bits, group=group, layout="compressed-tensors", symmetric=symmetric)
     runner = make_runner(target, weight_format=f"w{bits}a16", kv_format="bf16", num_blocks=2)
-    weights = runner._decoder._weights
-    tensors = [weights.embedding]
-    for layer in weights.layers:
-        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            tensors += [matrix.packed, matrix.scale, matrix.zero]
-    held = sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
-    held += 2 * weights.embedding.numel()  # the head, of which some tiers keep less
-    assert held <= runner.memory.weight_bytes <= held + 3 * 128 * 2, "norms beside"
+    assert runner.memory.weight_bytes - held_bytes(runner) == 2 * 128 * 3, "norms beside"
+    form = weight_format(f"int{bits}", group=group, has_zero_points=not symmetric)
+    assert asked_bytes(target, form) == runner.memory.weight_bytes
 
 
 def test_bytes_that_a_file_tells_come_before_those_of_its_format() -> None:

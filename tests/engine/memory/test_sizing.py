@@ -12,7 +12,7 @@ from engine.cache.layout import Layout, PairLayout, ScaledLayout, TokenLayout
 from engine.cache.pool import DTYPES, KVPool
 from engine.config import KV_FORMATS, WEIGHT_FORMATS
 from engine.errors import ConfigError
-from engine.memory.formats import GROUPS, WeightFormat, kv_format, weight_format
+from engine.memory.formats import GROUPS, WeightFormat, head_format, kv_format, weight_format
 from engine.memory.shape import ModelShape
 from engine.memory.sizing import Workload, attended_parts, block_bytes, demand, sequence_parts, weight_parts
 from engine.memory.sources import TEXTBOOKS
@@ -36,7 +36,7 @@ def test_the_textbook_answers_as_textbooks_do() -> None:
     assert demand(TEXTBOOK, textbook("4")).weights.values == 35_000_000_000
     quarter = demand(TEXTBOOK, textbook("4", "8"))
     assert quarter.kv == (171_798_691_840, 8 * 131_072 * 2 * 80 * 8 * 4)
-    assert quarter.weights.scales == 8_544_922 * 64 * 2
+    assert quarter.weights.scales == 8_544_922 * 64 * 4
 
 
 @settings(max_examples=40)
@@ -49,8 +49,8 @@ def test_parts_add_up(shape: ModelShape, workload: Workload) -> None:
         for part in sequence_parts(shape, workload.kv, workload.context_tokens, workload.block_tokens)
     )
     assert 0 < needs.step_bytes <= needs.total_bytes
-    plain = weight_format("bf16")
-    assert weight_parts(shape, plain) == (2 * shape.num_parameters, 0)
+    copy = shape.head.elements if shape.head is not None and shape.is_tied else 0
+    assert weight_parts(shape, weight_format("bf16")) == (2 * (shape.num_parameters + copy), 0)
 
 
 @settings(max_examples=40)
@@ -118,6 +118,17 @@ def test_every_format_of_the_engine_is_known() -> None:
         assert kv_format(name).value_bytes == DTYPES[name].itemsize
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "kept"),
+    [
+        *(("bf16", 576, "bf16"), ("int8", 576, "int8"), ("fp8", 576, "bf16"), ("float32", 64, "float32")),
+        *(("w4a16", 576, "w8a16 (groups of 64)"), ("int4", 96, "w8a16 (groups of 32)"), ("w8a16", 80, "bf16")),
+    ],
+)
+def test_a_head_beside_groups_has_8_bits(name: str, columns: int, kept: str) -> None:
+    assert str(head_format(weight_format(name), columns)) == kept
+
+
 @pytest.mark.parametrize(("spelled", "name"), [("16", "bf16"), (" FP16", "bf16"), ("8", "int8"), ("4", "int4")])
 def test_formats_are_named_by_their_bits_too(spelled: str, name: str) -> None:
     assert weight_format(spelled).name == name
@@ -126,7 +137,7 @@ def test_formats_are_named_by_their_bits_too(spelled: str, name: str) -> None:
 def test_groups_and_zero_points_are_counted() -> None:
     for group in GROUPS:
         form = weight_format("int4", group=group, has_zero_points=True)
-        assert (form.group, form.scale_bits, form.zero_bits) == (group, 16, 4)
+        assert (form.group, form.scale_bits, form.zero_bits) == (group, 32, 16)
     assert weight_format("awq") == replace(weight_format("int4", has_zero_points=True), name="awq")
     for wrong in ({"group": 48}, {"group": 0}):
         with pytest.raises(ConfigError, match="A group has 32, 64 or 128"):

@@ -80,14 +80,14 @@ def test_eight_bits_are_the_model_and_four_near_it(
 
 @pytest.mark.parametrize(("layout", "symmetric"), [("gptq", True), ("awq", False), ("compressed-tensors", False)])
 def test_every_layout_runs_as_it_is_stored(tmp_path: Path, calibration: Path, layout: str, symmetric: bool) -> None:
-    """In groups, and as floats: the same to a bf16 step. `auto` takes the groups."""
+    """In groups, and as floats: the same to bf16 steps and a head of 8 bits. `auto` takes the groups."""
     model = make_tiny_model(tmp_path / "model")
     target = tmp_path / "quantized"
     run_quantize(model, target, calibration, method="gptq", layout=layout, symmetric=symmetric)
     formats, _ = resolve_formats(str(target), "auto", "auto", lambda _: None, force=True)
     assert formats == Formats("w4a16", "bf16")
     grouped = logits(target, weight_format="w4a16", kv_format="bf16")
-    assert torch.allclose(grouped, logits(target, weight_format="bf16", kv_format="bf16"), atol=0.05)
+    assert torch.allclose(grouped, logits(target, weight_format="bf16", kv_format="bf16"), atol=0.12)
     assert torch.allclose(grouped, logits(target), atol=0.3)
     with pytest.raises(ConfigError, match="aren't stored as w8a16"):
         make_runner(target, weight_format="w8a16")

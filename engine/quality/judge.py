@@ -64,14 +64,18 @@ class Judge:
         return self._found[formats]
 
     def _find(self, formats: Formats) -> Quality | None:
-        if self.stored is None or formats.kv != PLAIN:
-            return kept.load(self.meta, formats, self.meta.digest) or self._measured(formats, self.meta.path)
-        found = kept.load(self.meta, formats, None if self.origin is None else self.origin.digest)
+        is_own = self.stored is None or formats.kv != PLAIN
+        base = self.meta.digest if is_own else None if self.origin is None else self.origin.digest
+        found = kept.load(self.meta, formats, base)
         if found is not None:
             return found
+        if is_own:
+            return self._measured(formats, self.meta.path) if self._has_room(formats) else None
         if self.origin is None:
             command = f"`batchsvc models eval {self.meta.path} --against MODEL` tells both"
             self._tell_unknown(formats, f"nobody says which model it was made from; {command}")
+            return None
+        if not self._has_room(formats):  # asked before what it was made from is fetched
             return None
         try:
             return self._measured(formats, found_origin(self.origin, self._say))
@@ -79,11 +83,14 @@ class Judge:
             self._tell_unknown(formats, str(error).rstrip("."))
             return None
 
-    def _measured(self, formats: Formats, base: Path) -> Quality | None:
+    def _has_room(self, formats: Formats) -> bool:
         config, _ = open_model(self.meta.path)
-        if BYTES_PER_PARAMETER * config.num_parameters > available_bytes():
+        has_room = BYTES_PER_PARAMETER * config.num_parameters <= available_bytes()
+        if not has_room:
             self._tell_unknown(formats, "there is too little memory here to compare it with float32")
-            return None
+        return has_room
+
+    def _measured(self, formats: Formats, base: Path) -> Quality:
         self._say(f"Measuring once what {_spelled(formats)} costs {self.meta.name} in quality.")
         if self._reference is None or self._reference.meta.path != base:
             self._reference = None  # before the next one is there: two may be more than there is room for

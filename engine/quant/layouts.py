@@ -8,7 +8,8 @@ A module (a matrix) is stored as several tensors `<module>.<part>`. G groups of 
                          symmetric, weight_shape [2] int64, weight_g_idx [in]
 
 compressed-tensors also has fp8: weight [out, in] of e4m3 and weight_scale [out, 1]; inputs are made fp8 row by row.
-GPTQ's files of version 1 hold each zero less one. With g_idx a column tells its group; without, groups are runs.
+GPTQ's files of version 1 hold each zero less one, word by word: a zero of 0 borrows from the next. With g_idx a column
+tells its group; without, groups are runs.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class GptqLayout:
         _check("scales", scales, (len(scales), rows))
         _check("qzeros", zeros, (len(scales), -(-rows * bits // 32)))
         codes = unpack_words(words.t(), bits, columns)
-        zero = unpack_words(zeros, bits, rows).to(torch.int16).t() + zero_offset
+        ones = pack_words(torch.full((1, 32 // bits), zero_offset, dtype=torch.uint8), bits)
+        zero = unpack_words(zeros + ones, bits, rows).t()
         order = take("g_idx", torch.int32) if has("g_idx") else None
         return _stored("scales", bits, codes, scales.t(), zero, order)
 

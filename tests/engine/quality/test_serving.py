@@ -171,8 +171,8 @@ def test_without_what_it_was_made_from_its_quality_is_unknown(small: Path, tmp_p
     assert not measured
 
 
-def test_where_memory_is_short_nothing_is_measured(
-    tiny_model: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+def test_where_memory_is_short_nothing_is_measured_or_fetched(
+    tiny_model: Path, small: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend()
     said: list[str] = []
@@ -180,6 +180,8 @@ def test_where_memory_is_short_nothing_is_measured(
     assert resolve_formats(str(tiny_model), "auto", "auto", said.append)[0] == BF16
     assert "too little memory" in said[-1]
     assert resolve_formats(str(tiny_model), "int8", "auto", said.append)[1].word == "unmeasured"
+    monkeypatch.setattr(judge, "found_origin", lambda *_: pytest.fail("the base was looked for in vain"))
+    assert resolve_formats(str(small), "auto", "auto", said.append)[1].word == "unmeasured"
 
 
 def test_auto_is_bf16_where_int8_cannot_run(tiny_model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

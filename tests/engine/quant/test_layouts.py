@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.quant.groups import GroupedWeight, Scheme, round_to_nearest
 from engine.quant.layouts import LAYOUTS, PartError, Stored, dense
+from engine.quant.pack import pack_words
 from tests.engine.quant.problems import make_problem
 
 
@@ -56,6 +57,16 @@ def test_gptq_files_hold_zeros_less_one_and_columns_in_words() -> None:
     assert tensors["scales"].dtype == torch.float16
     newer, _ = stored("gptq", {**tensors, "qzeros": tensors["qzeros"] + 0x11111111 - (1 << 32)}, 4, zero_offset=0)
     assert newer.zero is None
+
+
+def test_zeros_of_0_in_older_gptq_files_borrow_from_their_neighbours() -> None:
+    """As gptqmodel writes them: it takes one from each zero of a word by a single subtraction."""
+    zero = torch.tensor([[0, 3], [0, 0], [15, 1], [8, 0]]).repeat(4, 1).to(torch.uint8)
+    tensors = LAYOUTS["gptq"].write(a_weight(), torch.float16)
+    older = {**tensors, "qzeros": pack_words(zero.t(), 4) - 0x11111111}
+    read, _ = stored("gptq", older, 4)
+    assert read.zero is not None
+    assert torch.equal(read.zero, zero)
 
 
 def test_awq_files_have_outputs_in_words() -> None:

@@ -1,4 +1,8 @@
-"""Workers in halves: a unit stays its decode worker's; whichever half is killed, a line is answered and billed once."""
+"""Workers in halves: a unit stays its decode worker's; whichever half is killed, a line is answered and billed once.
+
+Rows 78 to 80 of the fault matrix: no prefill worker, a prefill worker killed, a decode worker killed. The engines are
+real ones, which pass blocks on, so the judge is the one of workers' tests and not that of the fake engine's.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import PrefillEngine
 from tests.workers.conftest import World
 from tests.workers.test_processes import environment, holds, process, until
+from workers.context import open_engine_run
 from workers.split import WAITS, PrefillDirectory, Waiting
 
 STEM = tuple(range(10, 60))
@@ -123,8 +128,22 @@ def test_what_a_worker_waits_for_names_no_addresses() -> None:
     assert waiting.note() is None
 
 
+@pytest.mark.parametrize(("role", "may_claim"), [("decode", False), ("unified", True)])
+def test_a_decode_worker_alone_has_no_room(
+    sqlite_world: World, tiny: tuple[Path, str], role: str, may_claim: bool
+) -> None:
+    changes = {"model": str(tiny[0]), "role": role, "engine": "auto", "threads": 1, "kv_bytes": 1 << 22}
+    formats = {"weight_format": "int8", "kv_format": "bf16"}
+    run = open_engine_run(sqlite_world.settings.model_copy(update={**changes, **formats}))
+    run._units._room = 1
+    assert run._units.has_room() == may_claim
+    assert run._beat().stats["note"] == (None if may_claim else WAITS)
+    run._engine.close()
+    run._dispatcher.close()
+
+
 @pytest.mark.faults
-def test_units_wait_for_a_prefill_worker_and_outlive_both_halves(
+def test_rows_78_to_80_units_wait_for_a_prefill_worker_and_outlive_both_halves(
     sqlite_world: World, env: Env, tiny: tuple[Path, str]
 ) -> None:
     world, digest = sqlite_world, tiny[1]

@@ -2,8 +2,8 @@
 // codes, and rows of the matrix as bf16 for the products with many.
 //
 // A byte holds two codes of 4 bits, the even column low. Few rows: they become integers of 16 bits, chunk by chunk, so
-// that products of codes are exact sums of integers, scaled once a chunk; zeros, which may lie between codes (GGUF), are
-// taken off at the end, as one product with the groups' sums of x.
+// that products of codes are exact sums of integers, scaled once a chunk. A middle code that stands for zero is taken off
+// these sums; other zeros, which may lie between codes (GGUF), at the end, as one product with the groups' sums of x.
 #include "team.h"
 #include "vec.h"
 #include <algorithm>
@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int STEP = 32, CHUNK = 64, QUARTERS = 4;
+constexpr int AHEAD = 8192;  // bytes: codes are asked for so early, as the processor looks no further than a page by itself
 constexpr int64_t FEW_CODES = 1 << 17;                        // products that are done sooner than other threads would wake
 
 // Sixteen bytes, one a lane. GCC takes the conversion of such short vectors apart, byte by byte.
@@ -72,6 +73,21 @@ struct EightBits {
   }
 };
 
+// acc[i] += the four products of the unsigned bytes of `codes` and the signed ones of `x`.
+inline i32x16 dot_codes(i32x16 acc, u32x16 codes, u32x16 x) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#else
+  for (int shift = 24; shift >= 0; shift -= 8) acc += (i32x16)((codes << shift) >> 24) * ((i32x16)(x << shift) >> 24);
+  return acc;
+#endif
+}
+
+// A chunk's products with integers of 16 bits, given as their high and low bytes.
+inline i32x16 dot_halves(u32x16 codes, u32x16 high, u32x16 low) {
+  return dot_codes(dot_codes(i32x16{}, codes, high) << 8, codes, low);
+}
+
 // Rows of bf16 as the products take them: each CHUNK of columns as a scale times integers of 16 bits, whose high and low
 // bytes, both signed, are multiplied apart. No number is off by more than 1/65,024 of the largest in its chunk.
 struct Rows {
@@ -79,13 +95,15 @@ struct Rows {
   std::vector<int8_t> bytes;    // [count][chunks][high, low][CHUNK], columns in the order of the codes
   std::vector<float> scale;     // [count][chunks]
   std::vector<float> sums;      // [count][groups, whole vectors]: of the columns of each group
+  std::vector<i32x16> middle;   // [count][chunks]: the products of each chunk with middle codes
   std::vector<int> of;          // [chunks][QUARTERS]: the groups of a chunk's quarters
 
   static int padded(int groups) { return (groups + 15) / 16 * 16; }
 
   Rows(const uint16_t* x, int count, const Matrix& w, int bits)
       : count(count), chunks(w.columns / CHUNK), groups(w.columns / w.group), bytes((int64_t)count * chunks * 2 * CHUNK),
-        scale((int64_t)count * chunks), sums((int64_t)count * padded(groups)), of(chunks * QUARTERS) {
+        scale((int64_t)count * chunks), sums((int64_t)count * padded(groups)),
+        middle((int64_t)count * chunks), of(chunks * QUARTERS) {
     for (int q = 0; q < chunks * QUARTERS; q++) of[q] = q * (CHUNK / QUARTERS) / w.group;
     for (int m = 0; m < count; m++)
       for (int c = 0; c < chunks; c++) take(x + (int64_t)m * w.columns + c * CHUNK, m, c, bits);
@@ -109,6 +127,8 @@ struct Rows {
       quarters[k / (CHUNK / QUARTERS)] += value;
     }
     scale[(int64_t)m * chunks + c] = unit + sound;
+    const u32x16 codes = u32x16{} + (bits == 4 ? 0x08080808u : 0x80808080u);
+    middle[(int64_t)m * chunks + c] = dot_halves(codes, load_u32(high), load_u32(low));
     float* sum = sums.data() + (int64_t)m * padded(groups);
     for (int q = 0; q < QUARTERS; q++) sum[of[c * QUARTERS + q]] += (unit + sound) * quarters[q];
   }
@@ -126,16 +146,6 @@ template <int BITS> inline u32x16 codes_of(const uint8_t* p) {
 #endif
   const u32x16 shift = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
   return (twice >> shift) & 0x0f0f0f0fu;
-}
-
-// acc[i] += the four products of the unsigned bytes of `codes` and the signed ones of `x`.
-inline i32x16 dot_codes(i32x16 acc, u32x16 codes, u32x16 x) {
-#if defined(__AVX512VNNI__)
-  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
-#else
-  for (int shift = 24; shift >= 0; shift -= 8) acc += (i32x16)((codes << shift) >> 24) * ((i32x16)(x << shift) >> 24);
-  return acc;
-#endif
 }
 
 // The scales of a chunk's lanes, whose quarters are of the groups `of`.
@@ -164,36 +174,58 @@ template <class T> inline f32x16 some(const T* p, int g, int size) {
 #endif
 }
 
-// M rows, from `row` on, by one output.
-template <int BITS, int M> void dot(const Rows& x, int row, const Matrix& w, int output, float* out) {
-  const uint8_t* codes = w.codes + (int64_t)output * x.chunks * (CHUNK * BITS / 8);
-  const float* scale = w.scale + (int64_t)output * x.groups;
-  const int8_t* bytes = x.bytes.data() + (int64_t)row * x.chunks * 2 * CHUNK;
-  const float* units = x.scale.data() + (int64_t)row * x.chunks;
-  f32x16 total[M] = {};
-  for (int c = 0; c < x.chunks; c++, codes += CHUNK * BITS / 8) {
-    const u32x16 chunk = codes_of<BITS>(codes);
-    const f32x16 scales = scales_of<BITS>(scale, x.of.data() + c * QUARTERS);
-    for (int m = 0; m < M; m++) {
-      const int8_t* high = bytes + ((int64_t)m * x.chunks + c) * 2 * CHUNK;
-      const i32x16 sum = dot_codes(dot_codes(i32x16{}, chunk, load_u32(high)) << 8, chunk, load_u32(high + CHUNK));
-      total[m] += __builtin_convertvector(sum, f32x16) * (scales * splat(units[(int64_t)m * x.chunks + c]));
+// What zeros that aren't the middle code take off.
+template <int M, int R> void take_zeros_off(const Rows& x, int row, const Matrix& w, int output, f32x16 (&total)[R][M]) {
+  for (int r = 0; r < R; r++) {
+    const int64_t at = (int64_t)(output + r) * x.groups;
+    for (int g = 0; g < x.groups; g += 16) {
+      const f32x16 zero = w.zero ? some(w.zero + at, g, x.groups) : some(w.between + at, g, x.groups);
+      const f32x16 off = zero * some(w.scale + at, g, x.groups);
+      for (int m = 0; m < M; m++) total[r][m] -= off * load(x.sums.data() + (int64_t)(row + m) * Rows::padded(x.groups) + g);
     }
   }
-  for (int g = 0; g < x.groups; g += 16) {  // what the zeros take off
-    f32x16 zero = splat(BITS == 4 ? 8.f : 128.f);
-    if (w.zero) zero = some(w.zero + (int64_t)output * x.groups, g, x.groups);
-    else if (w.between) zero = some(w.between + (int64_t)output * x.groups, g, x.groups);
-    const f32x16 off = zero * some(scale, g, x.groups);
-    for (int m = 0; m < M; m++) total[m] -= off * load(x.sums.data() + (int64_t)(row + m) * Rows::padded(x.groups) + g);
+}
+
+// M rows, from `row` on, by R outputs: what is read of rows serves all of these.
+template <int BITS, int M, int R> void dot(const Rows& x, int row, const Matrix& w, int output, float* out) {
+  const int64_t chunk_bytes = CHUNK * BITS / 8, row_bytes = x.chunks * chunk_bytes;
+  const uint8_t *first = w.codes + output * row_bytes, *codes = first;
+  const float* scale = w.scale + (int64_t)output * x.groups;
+  const bool is_middle = !w.zero && !w.between;
+  f32x16 total[R][M] = {};
+  for (int c = 0; c < x.chunks; c++, codes += chunk_bytes) {
+    for (int64_t i = c * R * chunk_bytes; i < (c + 1) * R * chunk_bytes; i += 64) __builtin_prefetch(first + i + AHEAD, 0, 2);
+    u32x16 chunk[R];
+    f32x16 scales[R];
+    for (int r = 0; r < R; r++) {
+      chunk[r] = codes_of<BITS>(codes + r * row_bytes);
+      scales[r] = scales_of<BITS>(scale + (int64_t)r * x.groups, x.of.data() + c * QUARTERS);
+    }
+    for (int m = 0; m < M; m++) {
+      const int64_t at = (int64_t)(row + m) * x.chunks + c;
+      const u32x16 high = load_u32(x.bytes.data() + at * 2 * CHUNK), low = load_u32(x.bytes.data() + at * 2 * CHUNK + CHUNK);
+      const i32x16 off = is_middle ? x.middle[at] : i32x16{};
+      const f32x16 unit = splat(x.scale[at]);
+      for (int r = 0; r < R; r++) {
+        const i32x16 sum = dot_halves(chunk[r], high, low) - off;
+        total[r][m] += __builtin_convertvector(sum, f32x16) * (scales[r] * unit);
+      }
+    }
   }
-  for (int m = 0; m < M; m++) out[(int64_t)m * w.rows + output] = sum(total[m]);
+  if (!is_middle) take_zeros_off<M, R>(x, row, w, output, total);
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) out[(int64_t)m * w.rows + output + r] = sum(total[r][m]);
 }
 
 template <int BITS, int M> void dots(const Rows& x, int row, const Matrix& w, float* out) {
+  constexpr int R = M == 1 ? 4 : M <= 4 ? 2 : 1;
   in_team((int64_t)w.rows * w.columns > FEW_CODES, [&] {
+    const int whole = w.rows / R * R;
+    float* to = out + (int64_t)row * w.rows;
 #pragma omp for schedule(static)
-    for (int output = 0; output < w.rows; output++) dot<BITS, M>(x, row, w, output, out + (int64_t)row * w.rows);
+    for (int output = 0; output < whole; output += R) dot<BITS, M, R>(x, row, w, output, to);
+#pragma omp for schedule(static)
+    for (int output = whole; output < w.rows; output++) dot<BITS, M, 1>(x, row, w, output, to);
   });
 }
 

@@ -18,7 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 """What may be asked for; auto is a GPU that can run the formats, else the CPU."""
 
 
-SPEC_MODES = ("auto", "off", "ngram", "draft")
+SPEC_MODES = ("auto", "off", "ngram", "draft", "heads")
 """What may propose tokens (engine/spec); auto is whatever there is, where it makes steps pay."""
 
 
@@ -52,7 +52,9 @@ class EngineConfig:
     `threads`        CPU threads; None: all cores
     `reproducible`   the same tokens bit for bit whatever else is in the batch; None: where that costs nothing
     `spec`           one of SPEC_MODES
-    `draft`          path of a smaller model of the same vocabulary that proposes tokens
+    `draft`          path of what proposes tokens: a smaller model of the same vocabulary, or heads on this one; None:
+                     heads where they lie in the model's own directory
+    `draft_salt`     the salt of the requests that `draft` may draft for, as it learned from their project; None: all
     `ttft_target_ms` time to the first token of interactive requests, and
     `itl_target_ms`  between their tokens, which batch work leaves them (engine/sched/dial.py); None: any
     `prefix_cache`   off only in tests and measurements
@@ -74,6 +76,7 @@ class EngineConfig:
     reproducible: bool | None = None
     spec: str = "auto"
     draft: str | None = None
+    draft_salt: str | None = None
     ttft_target_ms: float | None = None
     itl_target_ms: float | None = None
     prefix_cache: bool = True

@@ -30,14 +30,17 @@ class LoadedModel:
     note: str | None = None
 
 
-def from_files(config: EngineConfig) -> LoadedModel:
-    """The model at `config.model`. Raises ModelError, and ConfigError where it isn't stored in the format asked for."""
+def from_files(config: EngineConfig, *, drafts: bool = False) -> LoadedModel:
+    """The model at `config.model`; one that only drafts scores the tokens that it is made for (load/draft_vocab.py).
+    Raises ModelError, and ConfigError where it isn't stored in the format asked for."""
+    from engine.load.draft_vocab import draft_vocab
     from engine.load.kept import conversion, kept_bytes, kept_format
     from engine.load.meta import read_meta
     from engine.load.weights import load_weights, open_model
 
     meta = read_meta(config.model)
     model, source = open_model(meta.path)
+    head_ids = draft_vocab(meta.path, model.vocab_size) if drafts else None
     kept, is_grouped = kept_format(meta.path), config.weight_format in GROUP_FORMATS
     if is_grouped and kept != config.weight_format:
         raise ConfigError(
@@ -48,7 +51,7 @@ def from_files(config: EngineConfig) -> LoadedModel:
         config=model,
         digest=meta.digest,
         eos_ids=meta.eos_ids,
-        weights=lambda kernels, dtype: load_weights(model, source, kernels, dtype),
+        weights=lambda kernels, dtype: load_weights(model, source, kernels, dtype, head_ids),
         weight_bytes=kept_bytes(model, source) if is_grouped else None,
         note=conversion(model, source, config.weight_format, meta.name, kept),
     )

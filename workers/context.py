@@ -17,6 +17,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import ids
+from batchsvc.accounts import service as accounts
 from batchsvc.batches import worker_queries
 from batchsvc.batches.reading import PlanContext
 from batchsvc.db.session import Database
@@ -27,6 +28,7 @@ from batchsvc.store.s3 import ObjectStore
 from engine.config import Formats
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
+from engine.load.origin import project_of
 from engine.text import load_text
 from workers import split
 from workers.exporter import Exporter
@@ -109,7 +111,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
     if formats is None:
         engine: EngineLike = _fake_engine(settings, path)
     else:
-        real = _engine(settings, path, formats)
+        real = _engine(settings, db, path, formats)
         engine, device = real, real.device
         if settings.role == "decode":
             engine = side = split.decode_side(real, db, meta.digest)
@@ -135,7 +137,7 @@ def open_prefill_run(settings: Settings) -> split.PrefillRun:
     _check_services(db, store)
     path = locate(settings.model)
     formats, _ = _formats(settings, path)
-    engine = _engine(settings.model_copy(update={"draft": None, "spec": "off"}), path, formats)
+    engine = _engine(settings.model_copy(update={"draft": None, "spec": "off"}), db, path, formats)
     return split.PrefillRun(db, split.prefill_side(engine, settings), digest=read_meta(path).digest, owner=new_owner())
 
 
@@ -170,10 +172,27 @@ def _say(sentence: str) -> None:
     log.info("engine.note", says=sentence)
 
 
-def _engine(settings: Settings, path: Path, formats: Formats) -> Engine:
+def draft_salt(db: Database, draft: Path) -> str | None:
+    """The salt of the project whose requests alone a draft may draft for; None: all. Raises UnavailableError where that
+    project isn't one of this service's."""
+    project = project_of(draft)
+    if project is None:
+        return None
+    with db.reading() as session:
+        salt = accounts.salts(session, [project]).get(project)
+    if salt is None:
+        raise UnavailableError(
+            f"The draft {draft} learned from lines of the project {project}, which isn't one of this service's; choose "
+            "another with BATCHSVC_DRAFT."
+        )
+    return salt
+
+
+def _engine(settings: Settings, db: Database, path: Path, formats: Formats) -> Engine:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
+    draft = None if settings.draft is None else locate(settings.draft)
     return Engine(
         EngineConfig(
             model=str(path),
@@ -181,7 +200,8 @@ def _engine(settings: Settings, path: Path, formats: Formats) -> Engine:
             kv_format=formats.kv,
             kv_bytes=settings.kv_bytes,
             spec=settings.spec,
-            draft=None if settings.draft is None else str(locate(settings.draft)),
+            draft=None if draft is None else str(draft),
+            draft_salt=None if draft is None else draft_salt(db, draft),
             step_tokens=settings.step_tokens,
             max_running=settings.max_running,
             ttft_target_ms=settings.ttft_target_ms,

@@ -64,6 +64,11 @@ def existing_project(session: Session, project: str) -> Project:
     return row
 
 
+def has_project(session: Session, project_id: str) -> bool:
+    """Whether there is a project of this id."""
+    return queries.project(session, project_id) is not None
+
+
 def list_projects(session: Session) -> list[Project]:
     """All projects, oldest first."""
     return queries.projects(session)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep, CallerDep
+from batchsvc.accounts.service import Caller
 from batchsvc.batches import models, queries, scaling_queries, worker_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateAlias, RegisterModel, demand_object, model_object
@@ -20,33 +21,36 @@ router = APIRouter(prefix="/v1")
 
 
 @router.get("/models")
-def list_models(_caller: CallerDep, context: ContextDep) -> dict[str, Any]:
-    """All models, then all aliases."""
+def list_models(caller: CallerDep, context: ContextDep) -> dict[str, Any]:
+    """All models that the caller may use, then all aliases of these."""
     with context.db.reading() as session:
-        return {"object": "list", "data": _show(session, context, models.list_models(session))}
+        rows = models.list_models(session, project_id=_eyes(caller))
+        return {"object": "list", "data": _show(session, context, rows)}
 
 
 @router.get("/models/{name:path}")
-def retrieve_model(_caller: CallerDep, context: ContextDep, name: str) -> dict[str, Any]:
+def retrieve_model(caller: CallerDep, context: ContextDep, name: str) -> dict[str, Any]:
     """One model or alias."""
     with context.db.reading() as session:
         row = queries.model(session, name)
-        if row is None:
+        if row is None or models.resolve(session, name, project_id=_eyes(caller)) is None:
             raise NotFoundError(f"The model '{name}' does not exist.", code="model_not_found", param="model")
         return _show(session, context, [row])[0]
 
 
 @router.get("/scaling")
 def show_demand(
-    _caller: CallerDep, context: ContextDep, model: Annotated[str | None, Query(max_length=255)] = None
+    caller: CallerDep, context: ContextDep, model: Annotated[str | None, Query(max_length=255)] = None
 ) -> dict[str, Any]:
     """What the workers of a model could do now, for an autoscaler; without `model`, of each model."""
     settings = context.settings
     with context.db.reading() as session:
+        seen = {row.id for row in models.list_models(session, project_id=_eyes(caller))}
         demands = scaling_queries.demands(session, Night.from_settings(settings), settings.renew_s)
+        demands = [demand for demand in demands if demand.model in seen]
         if model is None:
             return {"object": "list", "data": [demand_object(demand) for demand in demands]}
-        row = models.resolve(session, model)
+        row = models.resolve(session, model, project_id=_eyes(caller))
     for demand in demands:
         if row is not None and demand.digest == row.digest:
             return demand_object(demand)
@@ -65,6 +69,7 @@ def register_model(_admin: AdminDep, context: ContextDep, body: RegisterModel) -
             context_tokens=body.context_tokens,
             weight_format=body.weight_format,
             kv_format=body.kv_format,
+            project_id=body.project_id,
         )
         return _show(session, context, [row])[0]
 
@@ -82,6 +87,11 @@ def delete_alias(_admin: AdminDep, context: ContextDep, name: str) -> dict[str, 
     with context.db.transaction() as session:
         models.unalias(session, name)
     return {"id": name, "object": "model", "deleted": True}
+
+
+def _eyes(caller: Caller) -> str | None:
+    """Whose models the caller sees: its project's; an operator all."""
+    return None if caller.is_admin else caller.project_id
 
 
 def _show(session: Session, context: Context, rows: list[Model]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 An alias points at a model, never at another alias, so that one look-up resolves a name. A batch pins the alias table
 when it is created: what a name means doesn't change under a batch that waits.
+
+A model may be a project's own, because its lines have trained it: to other projects it doesn't exist, under any name.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from batchsvc.accounts import service as accounts
 from batchsvc.batches import queries
 from batchsvc.batches.tables import Model
 from batchsvc.clock import now_ms
@@ -28,9 +31,25 @@ def register(
     context_tokens: int,
     weight_format: str = "bf16",
     kv_format: str = "bf16",
+    project_id: str | None = None,
 ) -> Model:
-    """Make a model known under `name`, or update it. A path or hf: name may stand under its own spelling."""
+    """Make a model known under `name`, or update it. A path or hf: name may stand under its own spelling.
+
+    `project_id` is the project that alone may use it, if its own lines have trained it.
+    """
     _check_name(name, "name")
+    if project_id is not None and not accounts.has_project(session, project_id):
+        raise InvalidRequestError(
+            f"{name} learned from lines of the project {project_id}, which isn't one of this service's: nobody may "
+            "use it here.",
+            param="project_id",
+        )
+    if any(other.project_id != project_id for other in queries.models_of(session, digest) if other.id != name):
+        raise InvalidRequestError(
+            f"{name} is registered already under another name, for other projects: a model that learned from a "
+            "project's lines is that project's alone.",
+            param="project_id",
+        )
     row = queries.model(session, name)
     if row is not None and row.alias_of is not None:
         raise InvalidRequestError(f"{name} is an alias of {row.alias_of}: delete the alias first.", param="name")
@@ -39,25 +58,30 @@ def register(
         session.add(row)
     row.path, row.digest, row.context_tokens = path, digest, context_tokens
     row.weight_format, row.kv_format, row.quality = weight_format, kv_format, None
+    row.project_id = project_id
     session.flush()
     return row
 
 
-def resolve(session: Session, name: str, aliases: Mapping[str, Any] | None = None) -> Model | None:
-    """The model behind a name, or None. `aliases` is the table that a batch has pinned; without it, today's."""
+def resolve(
+    session: Session, name: str, aliases: Mapping[str, Any] | None = None, *, project_id: str | None
+) -> Model | None:
+    """The model behind a name, or None. `aliases` is the table that a batch has pinned; without it, today's.
+
+    `project_id` is whose look it is, who sees no other project's own models; None: an operator's, who sees all.
+    """
     if not _is_name(name):  # PostgreSQL refuses to even look for a NUL or half a surrogate pair
         return None
-    if aliases is not None:
-        row = queries.model(session, str(aliases.get(name, name)))
-        return row if row is not None and row.alias_of is None else None
-    row = queries.model(session, name)
-    return queries.model(session, row.alias_of) if row is not None and row.alias_of is not None else row
+    row = queries.model(session, name if aliases is None else str(aliases.get(name, name)))
+    if row is not None and row.alias_of is not None:
+        row = queries.model(session, row.alias_of) if aliases is None else None
+    return row if row is None or _is_visible(row, project_id) else None
 
 
 def alias(session: Session, name: str, target: str) -> Model:
     """Let `name` mean the model `target`; an alias that exists is pointed anew."""
     _check_name(name, "name")
-    real = resolve(session, target)
+    real = resolve(session, target, project_id=None)
     if real is None:
         raise NotFoundError(f"There is no model {target}.", code="model_not_found", param="target")
     row = queries.model(session, name)
@@ -85,9 +109,18 @@ def alias_table(session: Session) -> dict[str, str]:
     return {row.id: row.alias_of for row in queries.models(session) if row.alias_of is not None}
 
 
-def list_models(session: Session) -> list[Model]:
-    """All models, then all aliases, each oldest first."""
-    return sorted(queries.models(session), key=lambda row: (row.alias_of is not None, row.created_ms, row.id))
+def list_models(session: Session, *, project_id: str | None) -> list[Model]:
+    """All models that the project sees (None: an operator), then all aliases of these, each oldest first."""
+    rows = queries.models(session)
+    seen = {row.id for row in rows if row.alias_of is None and _is_visible(row, project_id)}
+    return sorted(
+        (row for row in rows if (row.alias_of or row.id) in seen),
+        key=lambda row: (row.alias_of is not None, row.created_ms, row.id),
+    )
+
+
+def _is_visible(row: Model, project_id: str | None) -> bool:
+    return project_id is None or row.project_id in (None, project_id)
 
 
 def _check_name(name: str, param: str) -> None:

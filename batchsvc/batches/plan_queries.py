@@ -69,6 +69,7 @@ class PlanClaim:
     """The right to plan the next window of a batch, and where it starts. `input` None: the file is gone."""
 
     batch_id: str
+    project_id: str
     epoch: int
     endpoint: str
     is_strict: bool
@@ -178,6 +179,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> PlanCl
     last_unit = session.scalar(select(func.max(Unit.no)).where(Unit.batch_id == batch_id))
     return PlanClaim(
         batch_id=batch_id,
+        project_id=batch.project_id,
         epoch=batch.plan_epoch,
         endpoint=batch.endpoint,
         is_strict=batch.on_invalid != "skip",
@@ -224,9 +226,9 @@ def let_go(session: Session, batch_id: str, epoch: int, written: Sequence[str], 
         garbage_queries.discard(session, written)
 
 
-def resolve(session: Session, name: str, aliases: dict[str, Any] | None) -> Model | None:
-    """The model behind a name, as the batch's aliases say."""
-    return models.resolve(session, name, aliases)
+def resolve(session: Session, name: str, aliases: dict[str, Any] | None, project_id: str) -> Model | None:
+    """The model behind a name, as the batch's aliases say, of those that its project may use."""
+    return models.resolve(session, name, aliases, project_id=project_id)
 
 
 def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> PinnedModel | None:

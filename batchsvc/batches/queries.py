@@ -17,6 +17,11 @@ def model(session: Session, name: str) -> Model | None:
     return session.get(Model, name)
 
 
+def models_of(session: Session, digest: str) -> list[Model]:
+    """The models of a digest, under all their names. Served by ix_models_digest."""
+    return list(session.scalars(select(Model).where(Model.digest == digest, Model.alias_of.is_(None))))
+
+
 def models(session: Session) -> list[Model]:
     """All models and aliases."""
     return list(session.scalars(select(Model)))

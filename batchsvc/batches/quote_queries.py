@@ -104,6 +104,7 @@ def claim(session: Session, quote_id: str, owner: str, lease_s: float) -> QuoteC
     last = row.windows[-1] if row.windows else None
     plan = PlanClaim(
         batch_id=row.id,
+        project_id=row.project_id,
         epoch=row.plan_epoch,
         endpoint=row.endpoint,
         is_strict=row.on_invalid != "skip",

@@ -38,7 +38,7 @@ def create_quote(session: Session, caller: Caller, body: CreateQuote, settings: 
     now = database_now_ms(session)
     file = terms.input_file(session, caller.project_id, body.input_file_id)
     _check(body)
-    pinned = terms.pinned_now(session, window, body.model, now)
+    pinned = terms.pinned_now(session, window, body.model, now, project_id=caller.project_id)
     row = Quote(
         id=quote_id,
         project_id=caller.project_id,

@@ -42,7 +42,7 @@ def pins(session: Session, body: CreateBatch, row: Quote, input_sha256: str) -> 
     differ from what was quoted.
     """
     _check_usable(session, row)
-    found = {pin.id: models.resolve(session, pin.id, {}) for pin in model_pins.pins_of(row)}
+    found = {pin.id: models.resolve(session, pin.id, {}, project_id=row.project_id) for pin in model_pins.pins_of(row)}
     _check_same(body, row, input_sha256, found)
     model = found.get(row.model_id or "")
     return {

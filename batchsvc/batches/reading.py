@@ -202,7 +202,7 @@ class WindowReader:
 
     def _resolve_anew(self, name: str) -> str | None:
         with self._context.db.reading() as session:
-            model = plan_queries.resolve(session, name, self._claim.aliases)
+            model = plan_queries.resolve(session, name, self._claim.aliases, self._claim.project_id)
             return None if model is None else model.id
 
     def _text_model(self, model_id: str) -> TextModel:

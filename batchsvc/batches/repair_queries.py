@@ -92,6 +92,7 @@ def claim(session: Session, batch_id: str, owner: str, lease_s: float) -> Broken
     return Broken(
         claim=PlanClaim(
             batch_id=batch_id,
+            project_id=batch.project_id,
             epoch=batch.plan_epoch,
             endpoint=batch.endpoint,
             is_strict=batch.on_invalid != "skip",

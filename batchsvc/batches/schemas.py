@@ -67,6 +67,7 @@ class RegisterModel(BaseModel):
     context_tokens: int = Field(ge=1)
     weight_format: str = Field(default="bf16", min_length=1, max_length=16)
     kv_format: str = Field(default="bf16", min_length=1, max_length=16)
+    project_id: str | None = Field(default=None, min_length=1, max_length=64)
 
 
 class CreateAlias(BaseModel):
@@ -119,6 +120,7 @@ def batch_object(
         "on_invalid": row.on_invalid,
         "name": row.name,
         "parent_batch_id": row.parent_batch_id,
+        "project_id": row.project_id,
         "priority": row.priority,
         "on_quota": row.on_quota,
         "quote_id": row.quote_id,
@@ -152,7 +154,7 @@ def model_object(
         "id": row.id,
         "object": "model",
         "created": row.created_ms // 1000,
-        "owned_by": "batchsvc",
+        "owned_by": real.project_id or "batchsvc",
         "digest": real.digest,
         "weight_format": real.weight_format,
         "kv_format": real.kv_format,

@@ -59,7 +59,7 @@ def create_batch(
             if earlier.parent_batch_id is None and is_same(earlier, body):
                 return earlier
     if quote is None:
-        pins = asdict(terms.pinned_now(session, window, body.model, now))
+        pins = asdict(terms.pinned_now(session, window, body.model, now, project_id=caller.project_id))
         pins["models"] = {} if body.models == BY_LINE else None
     else:
         pins = quote_terms.pins(session, body, quote, file.sha256)

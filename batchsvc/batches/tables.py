@@ -19,6 +19,7 @@ class Model(Base):
     digest: Mapped[str] = mapped_column(String(64), default="", index=True)
     path: Mapped[str] = mapped_column(String(1024), default="")
     alias_of: Mapped[str | None] = mapped_column(String(255))
+    project_id: Mapped[str | None] = mapped_column(String(64))  # who alone may use it: its lines have trained it
     context_tokens: Mapped[int] = mapped_column(Integer, default=0)
     weight_format: Mapped[str] = mapped_column(String(16), default="bf16")
     kv_format: Mapped[str] = mapped_column(String(16), default="bf16")

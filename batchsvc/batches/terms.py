@@ -68,7 +68,9 @@ def check_models(models: str, model: str | None) -> None:
         )
 
 
-def pinned_now(session: Session, window: CompletionWindow, model: str | None, now_ms: int) -> Pinned:
+def pinned_now(
+    session: Session, window: CompletionWindow, model: str | None, now_ms: int, *, project_id: str
+) -> Pinned:
     """What a batch of this window pins now. Raises InvalidRequestError when the window, or `model`, has no price."""
     version = billing.current_version(session, now_ms)
     if not billing.has_tier(session, window.tier, version):
@@ -80,7 +82,7 @@ def pinned_now(session: Session, window: CompletionWindow, model: str | None, no
         )
     aliases = models.alias_table(session)
     if model is not None:
-        found = models.resolve(session, model, aliases)
+        found = models.resolve(session, model, aliases, project_id=project_id)
         if found is None:
             raise InvalidRequestError(
                 f"model: there is no model {model}; GET /v1/models lists what there is.",

@@ -173,7 +173,7 @@ class DatabaseAdmin:
 
         def point(session: Session) -> dict[str, Any]:
             row = models.alias(session, name, target)
-            return model_object(row, models.resolve(session, target), {})
+            return model_object(row, models.resolve(session, target, project_id=None), {})
 
         return self._database.run(point)
 

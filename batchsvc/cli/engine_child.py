@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,14 @@ from typing import Any
 
 from batchsvc.cli.exits import CommandError, Exit
 
+_PATIENCE_S = 60.0
 
-def ask(module: str, argv: Sequence[str], told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+
+def ask(
+    module: str, argv: Sequence[str], told: Callable[[dict[str, Any]], None], *, killed: str | None = None
+) -> dict[str, Any]:
     """The last line of such a process; `told` gets those before. Raises CommandError with the sentence of one that
-    failed."""
+    failed or stopped; `killed` is that of one that the system has killed."""
     last: dict[str, Any] | None = None
     with _running([sys.executable, "-P", "-m", module, *argv]) as (lines, process):
         for line in lines:
@@ -24,6 +29,10 @@ def ask(module: str, argv: Sequence[str], told: Callable[[dict[str, Any]], None]
         code = process.wait()
     if last is not None and "error" in last:
         raise CommandError(str(last["error"]), Exit.REFUSED)
+    if last is not None and "stopped" in last:
+        raise CommandError(str(last["stopped"]), Exit.INTERRUPTED)
+    if code == -signal.SIGKILL and killed is not None:
+        raise CommandError(killed)
     if code != 0 or last is None:
         raise CommandError(f"The process of {module} ended with code {code} and no answer.")
     return last
@@ -37,4 +46,8 @@ def _running(command: list[str]) -> Iterator[tuple[Iterator[str], subprocess.Pop
             yield iter(process.stdout), process
         except BaseException:
             process.terminate()
+            try:
+                process.wait(_PATIENCE_S)  # it may have something to save
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise

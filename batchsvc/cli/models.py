@@ -9,6 +9,7 @@ import typer
 from batchsvc.cli import formats
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
+from batchsvc.cli.distill import distill
 from batchsvc.cli.evaluate import evaluate
 from batchsvc.cli.licence import asking
 from batchsvc.cli.options import AdminOptions, JsonOption, ServerOptions, grouped
@@ -19,7 +20,7 @@ from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
 app = typer.Typer(
-    no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize, eval.", rich_markup_mode=None
+    no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize, eval, distill.", rich_markup_mode=None
 )
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, or hf:owner/name.")]
@@ -118,3 +119,4 @@ def alias(
 app.command()(size)
 app.command()(quantize)
 app.command("eval")(evaluate)
+app.command()(distill)

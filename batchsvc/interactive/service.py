@@ -76,7 +76,7 @@ def prepare(db: Database, settings: Settings, caller: Caller, endpoint: str, dat
     body = read_body(data)
     call_id = ids.call_id()
     with db.reading() as session:
-        row = models.resolve(session, body.model)
+        row = models.resolve(session, body.model, project_id=caller.project_id)
         if row is None:
             raise NotFoundError(f"The model '{body.model}' does not exist.", code="model_not_found", param="model")
         model_id, digest, path = row.id, row.digest, row.path

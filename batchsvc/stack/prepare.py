@@ -47,11 +47,13 @@ class FoundModel:
     source: str
     digest: str
     context_tokens: int
+    project_id: str | None = None  # who alone may use it, as its files say: see engine/load/origin.py
 
     def registration(self, name: str) -> dict[str, Any]:
         """Arguments of `models.register`, which are also the body of POST /v1/admin/models."""
         found = {"path": self.source, "digest": self.digest, "context_tokens": self.context_tokens}
-        return {"name": name, **found}
+        bound = {} if self.project_id is None else {"project_id": self.project_id}
+        return {"name": name, **found, **bound}
 
 
 def located(model: str, say: Callable[[str], None], accept: Accept | None = None) -> FoundModel:
@@ -60,14 +62,17 @@ def located(model: str, say: Callable[[str], None], accept: Accept | None = None
     from engine.errors import EngineError
     from engine.load.fetch import KNOWN_MODELS, locate
     from engine.load.meta import read_meta
+    from engine.load.origin import project_of
 
     try:
         path = locate(model, say=say, accept=accept)
-        meta = read_meta(path)
+        meta, project = read_meta(path), project_of(path)
     except EngineError as error:
         raise UnavailableError(str(error)) from error
     source = model if model in KNOWN_MODELS or model.startswith("hf:") else str(path)
-    return FoundModel(path=path, source=source, digest=meta.digest, context_tokens=meta.context_tokens)
+    return FoundModel(
+        path=path, source=source, digest=meta.digest, context_tokens=meta.context_tokens, project_id=project
+    )
 
 
 def prepare_model(database: Database, name: str, say: Callable[[str], None]) -> None:
@@ -87,7 +92,7 @@ def registered_path(directory: DataDir, name: str) -> str | None:
     database = Database(directory.database_url)
     try:
         with database.reading() as session:
-            row = models.resolve(session, name)
+            row = models.resolve(session, name, project_id=None)
             return None if row is None else row.path
     except OperationalError:  # made by an older version; the start will migrate it
         return None

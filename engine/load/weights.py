@@ -6,6 +6,7 @@ the finished weights plus one tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -150,8 +151,15 @@ def _rope_table(file: GGUFFile) -> tuple[float, ...]:
     return tuple(table.tolist())
 
 
-def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: torch.dtype) -> Weights:
+def load_weights(
+    config: ModelConfig,
+    source: Source,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    head_ids: Sequence[int] | None = None,
+) -> Weights:
     """Reads all weights and packs the matrices as `kernels` want them; the embedding has `dtype`, norms are float32.
+    With `head_ids` the head scores these tokens alone.
 
     Raises ModelError for a missing, left-over or misshapen tensor.
     """
@@ -160,8 +168,11 @@ def load_weights(config: ModelConfig, source: Source, kernels: Kernels, dtype: t
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
     norm, head = reader.norm("norm"), reader.head()
     reader.check_empty()
-    packed = kernels.pack_head(embedding if head is None else head)
-    return Weights(embedding=embedding, layers=layers, norm=norm, head=packed)
+    scores, ids = embedding if head is None else head, None
+    if head_ids is not None:
+        ids = torch.tensor(head_ids)
+        scores = scores[ids]
+    return Weights(embedding=embedding, layers=layers, norm=norm, head=kernels.pack_head(scores), head_ids=ids)
 
 
 class WeightReader:

@@ -32,6 +32,7 @@ def upgrade() -> None:
     op.create_index("ix_call_holds_project", "call_holds", ["project_id", "expires_ms"])
     _add_entries_to_balances("part", "void", "call")
     _rebuild_hours("batch_id", "hour_ms", "model", "call_group")
+    op.add_column("models", sa.Column("project_id", sa.String(64), nullable=True))
     op.create_table(
         "prefill_engines",
         sa.Column("id", sa.String(128), nullable=False),
@@ -45,6 +46,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("prefill_engines")
+    op.drop_column("models", "project_id")
     _rebuild_hours("batch_id", "hour_ms", "model")
     _add_entries_to_balances("part", "void")
     op.drop_table("call_holds")

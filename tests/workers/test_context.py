@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from batchsvc.accounts import service as accounts
 from batchsvc.batches import models
 from batchsvc.batches.planning import PlanProgress
 from batchsvc.batches.tables import Model
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
+from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from engine.errors import QualityError
 from engine.load import fetch
 from engine.load.meta import read_meta
+from engine.load.origin import FILE
 from engine.quality import kept
 from engine.quality.measure import Reference
 from tests.batchsvc.batches.planned import jsonl, line, make_planned
 from tests.engine.quality.made import made_quality
 from tests.tiny import make_tiny_model
-from workers.context import ControlRun, open_engine_run
+from workers.context import ControlRun, draft_salt, open_engine_run
 
 
 def test_a_shipped_model_is_located_by_the_process_that_plans(
@@ -63,3 +67,18 @@ def test_a_format_over_its_limit_serves_only_where_that_is_forced(
         assert (row.quality["verdict"], row.quality["weights"]["kl"]) == ("over", 0.06)
     run.drain()
     db.dispose()
+
+
+def test_a_draft_of_a_project_drafts_for_its_requests_alone(migrated_url: str, tmp_path: Path) -> None:
+    database = Database(migrated_url)
+    with database.transaction() as session:
+        project = accounts.create_project(session, "mine")
+        known, salt = project.id, project.salt
+    for name, lineage in (("open", {}), ("mine", {"project": known}), ("gone", {"project": "proj_gone"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_text(json.dumps(lineage))
+    assert draft_salt(database, tmp_path / "open") is None
+    assert draft_salt(database, tmp_path / "mine") == salt
+    with pytest.raises(UnavailableError, match="proj_gone, which isn't one of this service's"):
+        draft_salt(database, tmp_path / "gone")
+    database.dispose()

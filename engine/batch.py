@@ -46,7 +46,7 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """The same on the host. A token that was sampled in the last step and isn't known here is -1 - its place among the
-    ids of that step. `decodes`: every chunk is one token whose logits are wanted."""
+    ids of that step. `decodes`: every chunk is one token, perhaps with a draft behind it, and all logits are wanted."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -88,7 +88,7 @@ def lay_out(
         slots=np.array(slots, np.int64),
         logit_rows=np.array(logit_rows, np.int64),
         attention=kernels.plan_attention(spans),
-        decodes=len(token_ids) == len(logit_rows) == len(chunks),
+        decodes=len(token_ids) == len(logit_rows) and all(chunk.pooling is None for chunk in chunks),
     )
 
 

@@ -11,6 +11,8 @@ The split of a softmax over keys follows Milakov and Gimelshein (1805.02867) and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,12 +22,20 @@ TILE_ROWS = (16, 64)
 """Query rows of a tile: of a few decodes, and of prefills and groups."""
 
 
-def keys_and_warps(rows: int, dim: int) -> tuple[int, int]:
-    """Keys that a tile of `rows` query rows takes at a time, and its warps: scores and output fit the registers."""
-    return (64, 4) if dim <= 128 else (32, max(4, rows // 8))
+class Walk(NamedTuple):
+    """How a tile goes along its keys: so many at a time, by so many warps, so many loads ahead."""
+
+    keys: int
+    warps: int
+    stages: int
 
 
-@triton.jit
+def walk_of(rows: int, dim: int) -> Walk:
+    """Of a tile of `rows` query rows: scores and output fit the registers. Three stages: keys wait for their block."""
+    return Walk(64, 4, 3) if dim <= 128 else Walk(32, max(4, rows // 8), 3)
+
+
+@triton.jit(do_not_specialize=["window"])
 def attend(
     q, k, v, k_scale, v_scale, lengths, tables, pieces, out, partial, state, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_SIZE: tl.constexpr,

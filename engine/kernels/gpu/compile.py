@@ -54,7 +54,7 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     types = dict(variant.types) | {name: "constexpr" for name, _ in variant.constants}
     names = variant.function.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
-    aligned |= {(names.index("width"),): [["tt.divisibility", 16]]} if "width" in types else {}
+    aligned |= {(names.index(name),): [["tt.divisibility", 16]] for name in ("width", "num_columns") if name in types}
     source = ASTSource(
         variant.function,
         {name: types[name] for name in names},

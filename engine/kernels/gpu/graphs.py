@@ -5,7 +5,8 @@
 2. All that a graph reads lies at the beginning of one buffer that stays in its place, in the same order for the same
    sizes; block tables come last of it, as a kernel doesn't know their length. One copy fills it.
 3. The first step of a size runs kernel by kernel (which compiles them), the second is recorded, later ones replay it.
-   Recorded sizes are forgotten when the buffer has to grow.
+   Recorded sizes are forgotten when the buffer has to grow. A size that can't be recorded, for want of memory, stays
+   with its kernels.
 
 Whatever reads the result runs behind it on the same stream, and before the next replay.
 """
@@ -57,15 +58,27 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """Of a stream of the current device; all graphs share the memory that they need between their kernels."""
+    """Of a stream of the current device; all graphs of a pool share the memory that they need between their kernels."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
+    @classmethod
+    def maker(cls) -> Callable[[], Graph]:
+        """Makes graphs of a new pool. One whose graphs are all gone takes no others."""
+        pool = torch.cuda.graph_pool_handle()
+        return lambda: cls(pool)
+
     def record(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            return work()
+        try:
+            # what other threads ask of the device meanwhile is no business of this recording
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return work()
+        except RuntimeError as error:  # the end of a recording may complain of the error that ended it
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -99,18 +112,25 @@ def padded(step: StepArrays, size: Size) -> list[Array]:
 
 
 class DecodeGraphs:
-    """Graphs of one runner, whose `forward` takes a step's inputs on the device."""
+    """Graphs of one runner, whose `forward` takes a step's inputs on the device. `maker` gives what makes graphs that
+    share memory, anew for those that come after all were forgotten."""
 
     def __init__(
-        self, forward: Callable[[StepInputs], Tensor], tier: Tier, most_rows: int, make: Callable[[], Graph]
+        self,
+        forward: Callable[[StepInputs], Tensor],
+        tier: Tier,
+        most_rows: int,
+        maker: Callable[[], Callable[[], Graph]],
     ) -> None:
         self._forward = forward
         self._tier = tier
         self._most_rows = most_rows
-        self._make = make
+        self._maker = maker
+        self._make = maker()
         self._staging = Staging(tier.device)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=tier.device)
         self._seen: set[Size] = set()
+        self._too_large: set[Size] = set()
         self._graphs: dict[Size, tuple[Graph, Tensor]] = {}
 
     def run(
@@ -130,12 +150,16 @@ class DecodeGraphs:
         return self._result(size, inputs)[: len(step.token_ids)], tensors[len(mine) :]
 
     def _result(self, size: Size, inputs: StepInputs) -> Tensor:
-        if size not in self._seen:
+        if size not in self._seen or size in self._too_large:
             self._seen.add(size)
             return self._forward(inputs)
         if size not in self._graphs:
             graph = self._make()
-            self._graphs[size] = graph, graph.record(lambda: self._forward(inputs))
+            try:
+                self._graphs[size] = graph, graph.record(lambda: self._forward(inputs))
+            except torch.OutOfMemoryError:
+                self._too_large.add(size)
+                return self._forward(inputs)
         graph, result = self._graphs[size]
         graph.replay()
         return result
@@ -145,4 +169,5 @@ class DecodeGraphs:
         if needed > len(self._buffer):
             self._buffer = self._buffer.new_empty(max(2 * needed, _LEAST_BYTES))
             self._graphs.clear()
+            self._make = self._maker()
         return self._staging.send(arrays, into=self._buffer)

@@ -18,6 +18,8 @@ SIZES = (16, 32, 64, 128)
 
 TILE_ROWS = (16, 64)
 """Rows of a tile: of a few sequences, and of more."""
+WARPS = 4
+STAGES = 2
 
 
 @triton.jit
@@ -38,7 +40,7 @@ def panel(
     return (code - middle) * tl.load(scale + at)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply_groups(
     rows, codes, scale, zero, bias, out, num_rows, num_columns, width,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,

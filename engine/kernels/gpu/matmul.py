@@ -68,7 +68,7 @@ def put_tile(total, out, bias, m, n, num_rows, num_columns, HAS_BIAS: tl.constex
     tl.store(at, total.to(out.dtype.element_ty), mask=is_cell)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     rows, weight, row_scale, column_scale, bias, out, num_rows, num_columns, width,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,

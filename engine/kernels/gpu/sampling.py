@@ -33,7 +33,7 @@ def masked(x, mask, n, words):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_masked", "words"])
 def best_rows(logits, masks, ids, width, num_masked, words, SIZE: tl.constexpr):
     """The first of the largest logits of each row that its mask allows; -1 where a value isn't finite or none may
     come."""
@@ -88,7 +88,7 @@ def threshold(
     return low.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_masked", "words"])
 def sample_rows(logits, masks, ids, numbers, top_ks, width, num_masked, words, SIZE: tl.constexpr):
     """logits float32 [rows, width] -> ids int64 [rows]; -1 where a value is NaN or +infinity, or none may come.
     numbers float32 [rows, 4]: temperature, top_p, min_p, draw."""

@@ -69,11 +69,14 @@ class GpuKernels:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if model.num_heads // model.num_kv_heads > attention.TILE_ROWS[-1]:
+        is_wide = device.type == "cuda" and weight_format == "float32"  # a large tile of it fits no registers
+        self._tile_rows = attention.TILE_ROWS[:1] if is_wide else attention.TILE_ROWS
+        if model.num_heads // model.num_kv_heads > self._tile_rows[-1]:
             raise ConfigError(
                 f"{model.num_heads} query heads for {model.num_kv_heads} kv heads don't fit a GPU's tile."
             )
-        if weight_format == "int8" and not (int8.can_rotate(model.hidden) and int8.can_rotate(model.mlp)):
+        widths = (model.hidden, model.mlp, model.num_heads * model.head_dim)
+        if weight_format == "int8" and not all(map(int8.can_rotate, widths)):
             raise ConfigError("int8 weights need widths in multiples of 64 on a GPU; use bf16.")
         self._model = model
         self.device = self._device = device
@@ -221,7 +224,7 @@ class GpuKernels:
         return plan_pieces(
             spans,
             self._block_tokens,
-            most_rows=attention.TILE_ROWS[-1] // self._group,
+            most_rows=self._tile_rows[-1] // self._group,
             least_keys=_LEAST_KEYS,
             wanted=_PIECES_PER_PROCESSOR * self._processors // self._model.num_kv_heads,
         )
@@ -234,13 +237,12 @@ class GpuKernels:
 
     def tile_of(self, plan: Pieces) -> int:
         """The smallest tile that the largest piece fits into."""
-        return next(rows for rows in attention.TILE_ROWS if plan.most_rows * self._group <= rows)
+        return next(rows for rows in self._tile_rows if plan.most_rows * self._group <= rows)
 
     def graphs(self, forward: Forward, most_rows: int) -> DecodeGraphs | None:
         if self._device.type != "cuda":
             return None
-        pool = torch.cuda.graph_pool_handle()
-        return DecodeGraphs(forward, self, most_rows, lambda: CudaGraph(pool))
+        return DecodeGraphs(forward, self, most_rows, CudaGraph.maker)
 
     @staticmethod
     def placed(tensors: Sequence[Tensor], size: Size) -> Attention:
@@ -250,7 +252,7 @@ class GpuKernels:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attention, window: int = 0) -> Tensor:
         model = self._model
         out = torch.empty(q.shape, dtype=torch.float32, device=self._device)
-        keys, warps = attention.keys_and_warps(plan.tile, model.head_dim)
+        walk = attention.walk_of(plan.tile, model.head_dim)
         size = triton.next_power_of_2(model.head_dim)
         count = max(len(plan.slots), 1)
         partial = torch.empty(count, model.num_heads, model.head_dim, dtype=torch.float32, device=self._device)
@@ -259,8 +261,8 @@ class GpuKernels:
             q, *self._parts(k_cache, v_cache), plan.lengths, plan.tables, plan.pieces, out, partial, state,
             window,
             HEADS=model.num_heads, KV_HEADS=model.num_kv_heads, DIM=model.head_dim, DIM_SIZE=size,
-            BLOCK_TOKENS=self._block_tokens, ROWS=plan.tile, KEYS=keys, IS_SCALED=bool(self._kv_form),
-            num_warps=warps,
+            BLOCK_TOKENS=self._block_tokens, ROWS=plan.tile, KEYS=walk.keys, IS_SCALED=bool(self._kv_form),
+            num_warps=walk.warps, num_stages=walk.stages,
         )  # fmt: skip
         if len(plan.slots):
             attention.merge[(len(q), model.num_heads)](
@@ -301,12 +303,13 @@ class GpuKernels:
             given = self._as_fp8(given)
         num_rows, width = given.values.shape
         if self._is_for_vendor(num_rows, packed, out):
-            product = torch.nn.functional.linear(given.values, packed)
+            is_there = out.dtype == packed.dtype and not adds
+            product = torch.mm(given.values, packed.t(), out=out if is_there else None)
             if matrix.bias is not None:
                 product += matrix.bias
             if adds:
                 out += product
-            else:
+            elif not is_there:
                 out.copy_(product)
             return
         tile = matmul.tile_for(num_rows, matrix.num_rows, adds=adds)
@@ -320,8 +323,10 @@ class GpuKernels:
         )  # fmt: skip
 
     def _is_for_vendor(self, num_rows: int, packed: Tensor, out: Tensor) -> bool:
-        """Whether the vendor's library multiplies: bf16, unless few rows or logits are to keep all digits."""
-        if self._device.type != "cuda" or packed.dtype != torch.bfloat16 or len(packed) == self._model.vocab_size:
+        """Whether the vendor's library multiplies: float32, and bf16 unless rows are few or logits keep all digits."""
+        if self._device.type != "cuda" or packed.dtype == torch.float32:
+            return self._device.type == "cuda"
+        if packed.dtype != torch.bfloat16 or len(packed) == self._model.vocab_size:
             return False
         return num_rows > FEW_ROWS or out.dtype == torch.bfloat16
 
@@ -346,7 +351,7 @@ class GpuKernels:
             given.values, matrix.packed, matrix.scale, matrix.packed if matrix.zero is None else matrix.zero,
             out if matrix.bias is None else matrix.bias, out, num_rows, matrix.num_rows, width,
             M=m, N=n, K=min(group, 64), GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
-            HAS_BIAS=matrix.bias is not None, ADDS=adds,
+            HAS_BIAS=matrix.bias is not None, ADDS=adds, num_warps=groups.WARPS, num_stages=groups.STAGES,
         )  # fmt: skip
 
     def _dequantized(self, matrix: Matrix) -> Tensor:
@@ -357,6 +362,7 @@ class GpuKernels:
             matrix.packed, matrix.scale, matrix.packed if matrix.zero is None else matrix.zero, out,
             matrix.num_rows, matrix.num_columns,
             N=32, K=step, GROUP=group, BITS=matrix.bits, HAS_ZERO=matrix.zero is not None,
+            num_warps=groups.WARPS, num_stages=groups.STAGES,
         )  # fmt: skip
         return out
 

@@ -19,7 +19,8 @@ FIRST_FP8 = 89
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel for the types of its pointers and the values of its constants."""
+    """A kernel for the types of its pointers and the values of its constants. `stages`: triton's own number, where a
+    launch says none."""
 
     kernel: str
     dtype: str
@@ -29,7 +30,7 @@ class Variant:
     types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, int], ...]
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
 
 
 _KV = {"bf16": ("*bf16", 0), "int8": ("*i8", 1), "fp8": ("*fp8e4nv", 1)}
@@ -50,10 +51,10 @@ def _attention() -> Iterator[Variant]:
     results = {"out": "*fp32", "partial": "*fp32", "state": "*fp32"}
     for (kv, (pointer, is_scaled)), dim, tile in itertools.product(_KV.items(), (64, 128, 256), attention.TILE_ROWS):
         types = _types(q="*bf16", k=pointer, v=pointer, **floats, **ints, **results, window="i32")
-        keys, warps = attention.keys_and_warps(tile, dim)
+        walk = attention.walk_of(tile, dim)
         shape = _constants(HEADS=32, KV_HEADS=8, DIM=dim, DIM_SIZE=dim, BLOCK_TOKENS=16)
-        tiles = _constants(ROWS=tile, KEYS=keys, IS_SCALED=is_scaled)
-        yield Variant("attend", kv, dim, f"{tile}x{keys}", attention.attend, types, shape + tiles, warps)
+        tiles, block = _constants(ROWS=tile, KEYS=walk.keys, IS_SCALED=is_scaled), f"{tile}x{walk.keys}"
+        yield Variant("attend", kv, dim, block, attention.attend, types, shape + tiles, walk.warps, walk.stages)
     for dim in (64, 128, 256):
         types = _types(partial="*fp32", state="*fp32", slots="*i32", slot_ends="*i32", out="*fp32")
         constants = _constants(HEADS=32, DIM=dim, DIM_SIZE=dim)
@@ -65,7 +66,7 @@ def _rows() -> Iterator[Variant]:
         size = triton.next_power_of_2(width)
         shape, warps = _constants(WIDTH=width, SIZE=size, FORMAT=form), rowwise.warps_of_row(size)
         out = {"out": pointer, "scale": "*fp32"}
-        types = _types(x="*fp32", delta="*bf16", weight="*fp32", **out, eps="fp32")
+        types = _types(x="*fp32", delta="*fp32", weight="*fp32", **out, eps="fp32")
         if width < 8192:
             constants = (*shape, ("HAS_DELTA", 0))
             yield Variant("norm_rows", name, 0, str(width), rowwise.norm_rows, types, constants, warps)
@@ -111,21 +112,21 @@ def _matmuls() -> Iterator[Variant]:
         if tile is (matmul.TILES[-1] if adds else matmul.ADDING):
             continue
         types = _types(rows=pointer, weight=pointer, **scales, out=f"*{out}", **sizes)
-        flags = _constants(IS_INT8=form == rowwise.INT8, HAS_SCALES=form != rowwise.FLOAT, HAS_BIAS=0, ADDS=adds)
+        flags = _constants(IS_INT8=form == rowwise.INT8, HAS_SCALES=form != rowwise.FLOAT, HAS_BIAS=1, ADDS=adds)
         constants = _constants(M=tile.rows, N=tile.columns, K=tile.depth) + flags
         block = f"{tile} {'adds to' if adds else 'gives'} {out}"
         yield Variant("multiply", name, 0, block, matmul.multiply, types, constants, tile.warps, tile.stages)
-    weights = {"codes": "*u8", "scale": "*fp32", "zero": "*u8"}
+    weights, how = {"codes": "*u8", "scale": "*fp32", "zero": "*i16"}, (groups.WARPS, groups.STAGES)
     for bits, group in itertools.product((4, 8), groups.SIZES):
         shape = _constants(K=min(group, 64), GROUP=group, BITS=bits, HAS_ZERO=1)
         for m, n in itertools.product(groups.TILE_ROWS, (32, 64)):
             types = _types(rows="*bf16", **weights, bias="*fp32", out="*fp32", **sizes)
-            constants = (*_constants(M=m, N=n), *shape, *_constants(HAS_BIAS=0, ADDS=1))
-            block = f"{m}x{n}x{min(group, 64)} g{group}"
-            yield Variant("multiply_groups", f"int{bits}", 0, block, groups.multiply_groups, types, constants)
+            constants = (*_constants(M=m, N=n), *shape, *_constants(HAS_BIAS=1, ADDS=1))
+            name, block = f"int{bits}", f"{m}x{n}x{min(group, 64)} g{group}"
+            yield Variant("multiply_groups", name, 0, block, groups.multiply_groups, types, constants, *how)
         types = _types(**weights, out="*bf16", num_columns="i32", width="i32")
         constants = (("N", 32), *shape)
-        yield Variant("dequantize", f"int{bits}", 0, f"g{group}", groups.dequantize, types, constants)
+        yield Variant("dequantize", f"int{bits}", 0, f"g{group}", groups.dequantize, types, constants, *how)
 
 
 def _sampling() -> Iterator[Variant]:

@@ -185,6 +185,34 @@ def test_each_row_meets_each_of_its_keys_once(
     assert used == list(range(plan.num_slots)), "no slot is shared or left out"
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.lists(
+        st.tuples(st.sampled_from([0, 4, 8, 12, 20]), st.integers(0, 500), st.integers(1, 40)), min_size=1, max_size=9
+    ),
+    wanted=st.integers(1, 64),
+)
+def test_pieces_find_each_key_in_the_block_of_its_own_sequence(family: list[tuple[int, int, int]], wanted: int) -> None:
+    """(blocks that are the same in all who have so many, tokens computed before, rows): neighbours share prefixes of
+    other depths, none at all, or more than one of them has computed."""
+    trunk, spans, row, free = range(1000, 1020), [], 0, itertools.count()
+    for depth, start, rows in family:
+        needed = -(-(start + rows) // BLOCK)
+        blocks = [*trunk[:depth][:needed], *itertools.islice(free, max(needed - depth, 0))]
+        spans.append(SequenceSpan(row, rows, start, tuple(blocks)))
+        row += rows
+    plan = plan_pieces(spans, BLOCK, most_rows=16, least_keys=64, wanted=wanted)
+    met: list[list[int]] = [[] for _ in range(row)]
+    owner = [span for span in spans for _ in range(span.num_rows)]
+    for first, rows, begin, end, table, _ in plan.pieces.tolist():
+        for at in range(first, first + rows):
+            for block in range(begin // BLOCK, -(-min(end, int(plan.lengths[at])) // BLOCK)):
+                assert plan.tables[table + block] == owner[at].block_ids[block]
+                met[at].append(block)
+    for at, span in enumerate(owner):
+        assert sorted(met[at]) == list(range(-(-(span.start + at - span.row + 1) // BLOCK))), "each block once"
+
+
 @pytest.mark.parametrize(
     ("kv_format", "dim", "is_normed"),
     [("float32", 32, False), ("int8", 32, False), ("fp8", 32, False), ("int8", 48, False), ("float32", 48, True)],
@@ -225,3 +253,19 @@ def test_blocks_travel_to_the_cpu_and_back() -> None:
         layout = filled.op.layout
         assert torch.equal(layout.k_from_wire(layout.k_to_wire(filled.k)), filled.k)
         assert torch.equal(layout.v_from_wire(layout.v_to_wire(filled.v)), filled.v)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_key_that_is_not_finite_spoils_what_reads_it(kv_format: str, value: float) -> None:
+    """As its scale: 8 bits hold neither. Another head and token are left alone."""
+    config = model(dim=32)
+    op = tier(config, kv_format)
+    k, v = KVPool(config, kv_format=kv_format, block_tokens=BLOCK, num_blocks=1, layout=op.layout).layer(0)
+    qkv = torch.randn(2, 8 * 32)
+    qkv[1, 4 * 32 + 7] = value  # the first key head of the second token
+    turns = torch.zeros(2, 16)
+    op.store_qkv(Product(qkv), turns.cos(), turns.sin(), k, v, torch.tensor([0, 1]))
+    scales = k.view(torch.float32)[0, :, BLOCK * 32 // 4 :][:, :2]
+    assert scales.isnan().tolist() == [[False, True], [False, False]]
+    assert v.view(torch.float32)[0, :, BLOCK * 32 // 4 :].isfinite().all()

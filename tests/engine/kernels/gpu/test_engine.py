@@ -47,7 +47,7 @@ class Recording(GpuKernels):
             self.recorded.append(Replayed())
             return self.recorded[-1]
 
-        return DecodeGraphs(forward, self, most_rows, make)
+        return DecodeGraphs(forward, self, most_rows, lambda: make)
 
 
 class Float32(TorchKernels):

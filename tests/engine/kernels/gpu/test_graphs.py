@@ -104,7 +104,7 @@ def test_the_third_step_of_a_size_is_a_replay_with_its_own_numbers() -> None:
         plan = inputs.attention
         return (inputs.token_ids * 3 + inputs.positions + plan["lengths"])[:, None].float()
 
-    recorded = DecodeGraphs(forward, tier, 32, make)
+    recorded = DecodeGraphs(forward, tier, 32, lambda: make)
     for turn, lengths in enumerate(([5, 9, 30], [6, 10, 31], [1, 2, 3], [4, 5, 6])):
         step = decodes(lengths)
         beside = [np.array([turn, 7], np.int32)]
@@ -117,7 +117,7 @@ def test_the_third_step_of_a_size_is_a_replay_with_its_own_numbers() -> None:
 
 
 def test_tokens_of_the_last_step_are_found_on_the_device() -> None:
-    recorded = DecodeGraphs(lambda inputs: inputs.token_ids[:, None].float(), FakeTier(), 32, Replayed)
+    recorded = DecodeGraphs(lambda inputs: inputs.token_ids[:, None].float(), FakeTier(), 32, lambda: Replayed)
     step = decodes([4, 4, 4])
     step.token_ids[:] = [-1 - 2, 11, -1]
     hidden, _ = recorded.run(step, [], torch.tensor([50, 51, -1]))
@@ -125,22 +125,42 @@ def test_tokens_of_the_last_step_are_found_on_the_device() -> None:
 
 
 def test_steps_beyond_the_most_rows_are_not_recorded() -> None:
-    recorded = DecodeGraphs(lambda inputs: inputs.token_ids, FakeTier(), 2, Replayed)
+    recorded = DecodeGraphs(lambda inputs: inputs.token_ids, FakeTier(), 2, lambda: Replayed)
     assert recorded.run(decodes([4, 4, 4]), [], None) is None
 
 
 def test_a_larger_buffer_forgets_what_was_recorded_in_the_old_one() -> None:
-    graphs = []
+    """Graphs that come after share other memory: that of graphs which are all gone takes no new ones."""
+    pools: list[list[Replayed]] = []
 
-    def make() -> Replayed:
-        graphs.append(Replayed())
-        return graphs[-1]
+    def maker() -> Callable[[], Replayed]:
+        pools.append([])
 
-    recorded = DecodeGraphs(lambda inputs: (inputs.positions + 1)[:, None].float(), FakeTier(), 32, make)
+        def make() -> Replayed:
+            pools[-1].append(Replayed())
+            return pools[-1][-1]
+
+        return make
+
+    recorded = DecodeGraphs(lambda inputs: (inputs.positions + 1)[:, None].float(), FakeTier(), 32, maker)
     for _ in range(3):
         recorded.run(decodes([4, 5]), [], None)
     large = np.zeros(1 << 19, np.int64)
     for _ in range(2):
         hidden, _ = recorded.run(decodes([7, 9]), [large], None)
         assert hidden[:, 0].tolist() == [8, 10]
-    assert len(graphs) == 2
+    assert [len(graphs) for graphs in pools if graphs] == [1, 1]
+
+
+def test_a_size_that_memory_does_not_suffice_to_record_runs_kernel_by_kernel() -> None:
+    class Short(Replayed):
+        def record(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+            tried.append(work)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    tried: list[object] = []
+    recorded = DecodeGraphs(lambda inputs: (inputs.positions + 1)[:, None].float(), FakeTier(), 32, lambda: Short)
+    for lengths in ([4, 5], [5, 6], [6, 7]):
+        hidden, _ = recorded.run(decodes(lengths), [], None)
+        assert hidden[:, 0].tolist() == [length + 1 for length in lengths]
+    assert len(tried) == 1, "it isn't tried at each step"

@@ -66,12 +66,12 @@ class Staging:
             for array, start in zip(arrays, starts, strict=True)
         ]
 
-    def fetch(self, ids: Tensor) -> Fetch:
-        """Begins to bring ids to the host."""
-        if ids.device.type == "cpu":
-            return Fetch(ids, None)
-        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        host.copy_(ids, non_blocking=True)
+    def fetch(self, numbers: Tensor) -> Fetch:
+        """Begins to bring numbers to the host."""
+        if numbers.device.type == "cpu":
+            return Fetch(numbers, None)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
         event = _EVENT()
         event.record()
         return Fetch(host, event)
@@ -88,15 +88,19 @@ class Staging:
 
 
 class Fetch:
-    """Ids that are being brought to the host."""
+    """Numbers that are being brought to the host: before what is launched after them, which they don't wait for."""
 
     def __init__(self, host: Tensor, event: Any) -> None:
         self._host = host
         self._event = event
 
-    def ids(self) -> list[int]:
+    def tensor(self) -> Tensor:
         """Waits until they are there."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._host.tolist()
+        return self._host
+
+    def ids(self) -> list[int]:
+        """Likewise."""
+        found: list[int] = self.tensor().tolist()
         return found

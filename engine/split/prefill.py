@@ -187,17 +187,24 @@ class PrefillSide:
         if prefix is None:  # cancelled
             return
         if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._forget(peer, prompt_id, prefix)
-            peer.link.send(Offer(id=prompt_id, keys=()))
+            self._give_up(peer, prompt_id, prefix)
             return
         hit_tokens = completion.usage.hit_tokens
         is_whole = hit_tokens == len(prefix.token_ids) - 1  # its last token is computed again, wherever it was cached
         self._tell(peer, prompt_id, prefix, hit_tokens=hit_tokens + is_whole)
 
     def _tell(self, peer: _Peer, prompt_id: str, prefix: Prefix, *, hit_tokens: int) -> None:
-        peer.offered[prompt_id] = prefix
         keys = self._passing.keys(prefix)[: self._passing.num_cached(prefix)]
+        if not keys:  # all of it was evicted again
+            self._give_up(peer, prompt_id, prefix)
+            return
+        peer.offered[prompt_id] = prefix
         peer.link.send(Offer(id=prompt_id, keys=keys, hit_tokens=hit_tokens))
+
+    def _give_up(self, peer: _Peer, prompt_id: str, prefix: Prefix) -> None:
+        """The decode side computes it."""
+        self._forget(peer, prompt_id, prefix)
+        peer.link.send(Offer(id=prompt_id, keys=()))
 
     def _send(self, peer: _Peer, want: Want) -> None:
         prefix = peer.offered.pop(want.id, None)

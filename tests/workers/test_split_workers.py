@@ -6,8 +6,6 @@ real ones, which pass blocks on, so the judge is the one of workers' tests and n
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +18,12 @@ from sqlalchemy import select, update
 from batchsvc.batches import prefill_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import PrefillEngine
+from batchsvc.errors import UnavailableError
+from batchsvc.settings import Settings, SettingsError
 from tests.workers.conftest import World
 from tests.workers.test_processes import environment, holds, process, until
 from workers.context import open_engine_run
-from workers.split import WAITS, PrefillDirectory, Waiting
+from workers.split import WAITS, PrefillDirectory, Waiting, check_role
 
 STEM = tuple(range(10, 60))
 Env = Callable[..., dict[str, str]]
@@ -63,25 +63,16 @@ def answers(world: World, batch_id: str) -> list[Any]:
     return [line["response"]["body"]["choices"] for line in world.result(batch_id, "output")]
 
 
-def refused(env: dict[str, str]) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "workers", "engine"], env=env, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    return ended.stderr.strip()
-
-
 def test_an_unknown_role_is_refused_in_a_sentence(env: Env) -> None:
-    said = refused(env("oracle"))
-    assert "BATCHSVC_ROLE" in said
-    assert "'unified', 'prefill' or 'decode'" in said
-    assert "\n" not in said
+    with pytest.raises(SettingsError, match=r"^BATCHSVC_ROLE .*'unified', 'prefill' or 'decode'.*\.$"):
+        Settings.from_env(env("oracle"))
 
 
 def test_half_a_fake_engine_is_refused_in_a_sentence(env: Env) -> None:
-    assert refused(env("decode", BATCHSVC_ENGINE="fake")) == (
-        "BATCHSVC_ROLE=decode needs an engine with weights: the fake engine has no KV blocks to pass on."
-    )
+    with pytest.raises(UnavailableError, match="BATCHSVC_ROLE=decode needs an engine with weights"):
+        check_role(Settings.from_env(env("decode", BATCHSVC_ENGINE="fake")))
+    check_role(Settings.from_env(env("unified", BATCHSVC_ENGINE="fake")))
+    check_role(Settings.from_env(env("decode")))
 
 
 def test_a_prefill_worker_is_found_as_long_as_it_lives(sqlite_world: World) -> None:

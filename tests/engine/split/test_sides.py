@@ -3,6 +3,7 @@ answered twice."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -141,6 +142,21 @@ def test_a_prompt_that_the_prefill_engine_can_not_hold_is_computed_where_it_fits
     found = halves.run(requests)
     assert tokens(found) == tokens(unified(make_engine(fused_model), requests))
     assert halves.decode.split.handed_over < len(requests)
+
+
+def test_what_the_prefill_engine_has_evicted_is_computed_here(
+    make: Make, fused_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, or the end of it, at any moment between the computing and the sending."""
+    halves = make()
+    passing = halves.prefills[0]._passing
+    num_cached, left = passing.num_cached, itertools.cycle((99, 0, 99, 2, 3, 99, 1))
+    monkeypatch.setattr(passing, "num_cached", lambda prefix: min(num_cached(prefix), next(left)))
+    requests = workload(12)
+    found = halves.run(requests)
+    assert tokens(found) == tokens(unified(make_engine(fused_model), requests))
+    assert halves.prefills[0]._busy_blocks == 0
+    assert halves.decode._grants.open_blocks == 0
 
 
 def test_a_repeated_id_is_refused_while_it_is_under_way(make: Make) -> None:

@@ -206,7 +206,7 @@ def test_an_engine_that_fails_ends_the_worker_with_one_sentence(sqlite_world: Wo
     class Fails(FakeEngine):
         def step(self) -> StepOutput:
             output = super().step()
-            if self._steps == 3:
+            if self.stats().steps == 3:
                 raise RuntimeError("out of memory\nwith details")
             return output
 

@@ -54,6 +54,8 @@ class GGUFFile:
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         try:
+            if not path.stat().st_size:
+                raise ModelError(f"The model file {path} is empty (a download that failed?).")
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
@@ -150,7 +152,7 @@ class _Walk:
     def take(self, size: int) -> bytes:
         end = self.offset + size
         if end > len(self._data):
-            raise self.broken("it ends inside its header")
+            raise self.broken("it ends inside its header (a download cut short?)")
         piece = self._data[self.offset : end]
         self.offset = end
         return piece
@@ -162,7 +164,7 @@ class _Walk:
         """A count of things that take at least `least_bytes` each, so that it is bounded by the file."""
         number: int = self.scalar("Q")
         if number * least_bytes > len(self._data) - self.offset:
-            raise self.broken(f"it announces {number} entries, more than it can hold")
+            raise self.broken(f"it announces {number} entries, more than it can hold (a download cut short?)")
         return number
 
     def string(self) -> str:

@@ -90,6 +90,7 @@ def tensor(dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
 HUGE = (1 << 64) - 1
 NESTED = struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 6 + struct.pack("<IQ", 0, 1) + b"\0"
 BROKEN = {
+    "nothing": b"",
     "not a GGUF": b"PK\3\4" + bytes(60),
     "a big-endian or future version": header(0, 0, bytes(64), version=0x03000000),
     "2**64 fields in 43 bytes": header(0, HUGE, bytes(19)),

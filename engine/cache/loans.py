@@ -25,7 +25,7 @@ class Loans:
         """So many blocks, each with one owner; None where too few would be left."""
         if self._pool.num_free - count < self._pool.num_blocks // _KEPT_SHARE:
             return None
-        taken = self._pool.allocate(count)
+        taken = self._pool.allocate_free(count)
         self.blocks.update(taken)
         return taken
 

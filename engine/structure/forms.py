@@ -118,15 +118,21 @@ class Forms:
         return replace(plan, masks=_StepMasks(wanted, jobs))
 
     def follow(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Reads the tokens of a step and begins the masks that come next. The result without tokens of answers whose
-        grammar failed."""
+        """Reads the tokens of a step and begins the masks that come next. Where a grammar fails, the tokens before stay
+        in the result, beside the reason: the answer may have come to its end with one of them."""
         if self._grammars is None or not plan.masks:
             return result
         matchers = {seq_id: self._open[seq_id] for seq_id in plan.masks}
         read = [seq_id for seq_id in matchers if seq_id in result.sampled]
+        sound: dict[str, tuple[int, ...]] = {name: () for name in read if matchers[name].error is not None}
         for place in range(max((len(result.sampled[seq_id]) for seq_id in read), default=0)):
             more = [name for name in read if place < len(result.sampled[name]) and not matchers[name].is_ended]
+            before = [matchers[name].state.deep_copy() for name in more] if place else []
             self._grammars.push([matchers[name] for name in more], [result.sampled[name][place] for name in more])
+            for name, state in zip(more, before, strict=False):
+                if matchers[name].error is not None:
+                    matchers[name].blame(state)
+            sound |= {name: result.sampled[name][:place] for name in more if matchers[name].error is not None}
         for seq_id in matchers.keys() - result.sampled.keys():
             matchers[seq_id].look()
         going = [matchers[seq_id] for seq_id in read if not matchers[seq_id].is_ended]
@@ -137,8 +143,12 @@ class Forms:
         reasons = {seq_id: sentence(matcher.error) for seq_id, matcher in matchers.items() if matcher.error is not None}
         if not reasons:
             return result
+        left = {name: sound.get(name, token_ids) for name, token_ids in result.sampled.items()}
         return replace(
-            result, failed={**result.failed, **reasons}, codes={**result.codes, **dict.fromkeys(reasons, CODE)}
+            result,
+            sampled={name: token_ids for name, token_ids in left.items() if token_ids or name not in reasons},
+            failed={**result.failed, **reasons},
+            codes={**result.codes, **dict.fromkeys(reasons, CODE)},
         )
 
     def _begin(self, matchers: Iterable[Matcher], make: Callable[[], _Masks]) -> _Job:

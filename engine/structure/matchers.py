@@ -57,10 +57,21 @@ class Matcher:
         if not self.state.is_stopped():
             return
         if self.state.is_error():
-            reason = as_reason(self.state.get_error())
-            self.error = "no answer can follow it" if reason.startswith("NoExtension") else reason
+            self.error = _reason(self.state)
         else:
             self.complete_at = self.num_tokens
+
+    def blame(self, before: LLMatcher) -> None:
+        """Takes the reason from the state before its last token, if nothing could come there: whoever sampled that
+        token found out, but on a copy."""
+        before.compute_bitmask()
+        if before.is_error():
+            self.error = _reason(before)
+
+
+def _reason(state: LLMatcher) -> str:
+    reason = as_reason(state.get_error())
+    return "no answer can follow it" if reason.startswith("NoExtension") else reason
 
 
 class Grammars:
@@ -104,10 +115,13 @@ class Grammars:
 
     def window_masks(self, matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
         """For each answer, that has a draft, the masks of what may come next and after each of its tokens,
-        [1 + draft, words]; those behind a token that may not come are of no use. The matchers stay where they are."""
+        [1 + draft, words]; those behind a token that may not come are of no use. The matchers stay as they are: what
+        reads a draft is a copy (some 10 us), as one that comes to a dead end in it would stay in error."""
         starts = np.cumsum([0, *(1 + len(draft) for draft in drafts)]).tolist()
         bits = self._all_allowed(starts[-1])
-        asked = [(m.state, start, list(draft)) for m, start, draft in zip(matchers, starts, drafts, strict=False)]
+        asked = [
+            (m.state.deep_copy(), start, list(draft)) for m, start, draft in zip(matchers, starts, drafts, strict=False)
+        ]
         fill_next_token_bitmask_par_with_draft_tokens(self._executor, asked, bits)
         return np.split(self._without_tail(bits), starts[1:-1])
 

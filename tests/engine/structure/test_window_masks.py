@@ -61,6 +61,25 @@ def test_each_row_is_the_mask_after_the_tokens_before_it(text: TextModel) -> Non
     assert ended > 10, "forms come to their end inside a window, too"
 
 
+def test_a_draft_that_comes_to_a_dead_end_leaves_the_answer_its_form(text: TextModel) -> None:
+    """Behind x nothing can follow: with a rule that never ends, and with one that grows without reading anything."""
+    grammars = Grammars(text.tokenizer, vocab_size=text.meta.vocab_size, eos_ids=text.meta.eos_ids)
+    for dead in ('dead "a"', '"a" dead'):
+        matcher = grammars.start(spec_of("lark", f'start: "ok" | "x" dead\ndead: {dead}'))
+        before = grammars.masks([matcher])[0]
+        ahead = Matcher(matcher.state.deep_copy())
+        draft = text.tokenizer.encode("x" + "a" * 9)
+        for token_id in draft:
+            grammars.masks([ahead])
+            grammars.push([ahead], [token_id])
+        assert ahead.error is not None
+        grammars.window_masks([matcher], [draft])
+        assert (grammars.masks([matcher])[0] == before).all()
+        for token_id in text.tokenizer.encode("ok"):
+            grammars.push([matcher], [token_id])
+        assert matcher.error is None and matcher.complete_at == matcher.num_tokens
+
+
 def test_it_is_known_after_which_token_a_form_is_complete(text: TextModel) -> None:
     grammars = Grammars(text.tokenizer, vocab_size=text.meta.vocab_size, eos_ids=text.meta.eos_ids)
     matcher = grammars.start(spec_of("choice", ["late"]))

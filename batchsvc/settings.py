@@ -97,9 +97,10 @@ class Settings(BaseSettings):
         default=None, gt=0, description="memory for the KV cache; unset: a share of what is free"
     )
     draft: str | None = Field(
-        default=None, description="a smaller model of the same vocabulary that proposes tokens: a name or a path"
+        default=None,
+        description="a smaller model of the same vocabulary, or heads on this one, that propose tokens; name or path",
     )
-    spec: Literal["auto", "off", "ngram", "draft"] = Field(
+    spec: Literal["auto", "off", "ngram", "draft", "heads"] = Field(
         default="auto",
         description="what proposes tokens that the model then checks several at a time, with the same answers; auto: "
         "whatever there is, where it makes an engine faster",

@@ -325,6 +325,8 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> list[RunningSequence]:
         self._read_s = perf_counter()
         self._logprobs = {seq_id: iter(found) for seq_id, found in result.logprobs.items()}
+        if self._speculation is not None:
+            self._speculation.see(result.states)
         return self.scheduler.commit(plan, self._forms.follow(plan, result))
 
     def _say_smaller(self, plan: StepPlan) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.device import errors_told
 from engine.request import TokenLogprobs
-from engine.sched.plan import PLACEHOLDER, Chunk, StepResult
+from engine.sched.plan import PLACEHOLDER, Chunk, LastState, StepResult
 from engine.spec.verify import verified
 from engine.staging import Fetch
 
@@ -20,8 +20,8 @@ NOT_FINITE = "The model's output for this request is not a number."
 
 
 class Flight:
-    """`ids` [R] on the device, -1 for none; `places` says which are whose. `pooled` are sums of states, likewise on the
-    device."""
+    """`ids` [R] on the device, -1 for none; `places` says which are whose. `pooled` are sums of states, `states`
+    [R, hidden] the rows of which ids were sampled."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Flight:
         fetch: Fetch | None = None,
         places: Mapping[str, range] | None = None,
         logprobs: Mapping[int, TokenLogprobs] | None = None,
-        pooled: Mapping[str, Tensor] | None = None,
+        pooled: Mapping[str, Fetch] | None = None,
+        states: Fetch | None = None,
     ) -> None:
         self.ids = ids
         self.places = places or {}
@@ -43,6 +44,7 @@ class Flight:
         self._fetch = fetch
         self._logprobs = logprobs or {}
         self._pooled = pooled or {}
+        self._states = states
         self._result: StepResult | None = None
 
     @property
@@ -62,7 +64,9 @@ class Flight:
         ids = self._fetch.ids() if self._fetch is not None else []
         failed = dict(self._failed)
         sampled: dict[str, tuple[int, ...]] = {}
+        states: dict[str, LastState] = {}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        rows = self._states.tensor().numpy() if self._states is not None else None
         for chunk in self._chunks:
             name, places = chunk.seq_id, self.places.get(chunk.seq_id, range(0))
             known = verified(chunk.draft, [token if token >= 0 else None for token in ids[places.start : places.stop]])
@@ -70,15 +74,17 @@ class Flight:
                 failed[name] = earlier[name]
             elif known:
                 sampled[name] = known
+                if rows is not None:
+                    states[name] = LastState(chunk.sample_position + len(known), rows[places[len(known) - 1]])
                 if chunk.params.logprobs is not None:
                     logprobs[name] = tuple(self._logprobs[place] for place in places[: len(known)])
             elif places:
                 failed[name] = NOT_FINITE
         pooled: dict[str, bytes] = {}
         for name, total in self._pooled.items():
-            states = total.cpu()
-            if torch.isfinite(states).all():
-                pooled[name] = states.numpy().astype("<f4").tobytes()
+            numbers = total.tensor()
+            if torch.isfinite(numbers).all():
+                pooled[name] = numbers.numpy().astype("<f4").tobytes()
             else:
                 failed[name] = NOT_FINITE
-        return StepResult(sampled, failed, pooled=pooled, logprobs=logprobs)
+        return StepResult(sampled, failed, pooled=pooled, logprobs=logprobs, states=states)

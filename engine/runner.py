@@ -29,6 +29,7 @@ from engine.sample.logprobs import Likelihoods
 from engine.sample.picks import Picks, pick
 from engine.sample.sampler import SampleRow, sample
 from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult, TokenMasks
+from engine.spec.choose import draft_bytes_of
 from engine.staging import Staging
 
 GPU_KV_SHARE = 0.9
@@ -57,7 +58,12 @@ class ModelRunner:
         if loaded.note is not None:
             say(loaded.note)
         with errors_told("loading the model"):
-            device = find_device(config.device, Formats(config.weight_format, config.kv_format), say)
+            device = find_device(
+                config.device,
+                Formats(config.weight_format, config.kv_format),
+                say,
+                reproducible=bool(config.reproducible),
+            )
             self.memory: MemoryPlan = _plan_memory(config, loaded, device)
             self.model_config = model
             self.digest = loaded.digest
@@ -95,6 +101,7 @@ class ModelRunner:
         self._staging = Staging(self.device)
         self._graphs = self.kernels.graphs(self._forward, config.max_running) if config.graphs else None
         self._last: Flight | None = None
+        self.keeps_states = False  # True: results have the states of which tokens were sampled
 
     @property
     def overlaps(self) -> bool:
@@ -154,7 +161,8 @@ class ModelRunner:
             fetch=self._staging.fetch(ids),
             places=places,
             logprobs=logprobs,
-            pooled=pooled,
+            pooled={name: self._staging.fetch(total) for name, total in pooled.items()},
+            states=self._staging.fetch(self._decoder.states(hidden)) if self.keeps_states else None,
         )
 
     @torch.inference_mode()
@@ -175,6 +183,15 @@ class ModelRunner:
     def head(self, states: Tensor) -> Tensor:
         """The logits of such rows, float32 [R, vocab]."""
         return self._decoder.logits(states)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Such rows after the last norm, float32: what `keeps_states` keeps."""
+        return self._decoder.states(states)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[vocab, hidden], as it is looked up."""
+        return self._decoder.embedding
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -280,7 +297,13 @@ def _plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device
     if device.type == "cpu":
         is_fixed = config.num_blocks is not None or config.kv_bytes is not None
         available = 0 if is_fixed else available_bytes()
-        return plan_memory(config, loaded.config, available=available, weight_bytes=loaded.weight_bytes)
+        return plan_memory(
+            config,
+            loaded.config,
+            available=available,
+            weight_bytes=loaded.weight_bytes,
+            draft_bytes=draft_bytes_of(config),
+        )
     free, _ = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     return plan_memory(
@@ -288,6 +311,7 @@ def _plan_memory(config: EngineConfig, loaded: LoadedModel, device: torch.device
         loaded.config,
         available=free,
         weight_bytes=loaded.weight_bytes,
+        draft_bytes=draft_bytes_of(config),
         kv_share=GPU_KV_SHARE,
         place=f"{name}'s memory",
     )

@@ -15,12 +15,12 @@ import typer
 from batchsvc.cli import formats
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
-from batchsvc.cli.options import DataDirOption, ForceFormatOption, JsonOption
+from batchsvc.cli.options import DataDirOption, DraftOption, ForceFormatOption, JsonOption, SpecOption
 from batchsvc.cli.target import stack_options
 from batchsvc.stack.child import tail
 from batchsvc.stack.datadir import DataDir, InUseError
 from batchsvc.stack.launch import launch, stop_running
-from batchsvc.stack.options import ALL, StackState, live_processes, read_state
+from batchsvc.stack.options import ALL, Drafting, StackState, live_processes, read_state
 
 _SHOWN_LINES = 20
 _YIELD_S = 60.0
@@ -37,10 +37,12 @@ def up(
         typer.Option("--model", metavar="M", help="Model to serve: name, path, hf:... Repeat it to serve several."),
     ] = None,
     force_format: ForceFormatOption = False,
+    spec: SpecOption = None,
+    draft: DraftOption = None,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the stack and keep it running."""
+    """Start the stack and keep it running. What proposes tokens is for the first model."""
     console = Console(as_json=as_json)
     directory = DataDir.at(data_dir)
     directory.create()
@@ -54,6 +56,7 @@ def up(
         host=host,
         port=port,
         force_format=force_format,
+        drafting=Drafting(spec=spec, draft=draft),
     )
     _wait_for_short_commands(directory)
 

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from batchsvc.cli.console import Console
 from batchsvc.cli.target import Session, Target, opened, select
-from batchsvc.stack.options import Role
+from batchsvc.stack.options import Drafting, Role
 
 DataDirOption = Annotated[
     Path | None,
@@ -39,6 +39,16 @@ FromEnvOption = Annotated[
 ForceFormatOption = Annotated[
     bool,
     typer.Option("--force-format", help="Serve formats that are over their limits of quality, too (models eval)."),
+]
+SpecOption = Annotated[
+    Literal["auto", "off", "ngram", "draft", "heads"] | None,
+    typer.Option("--spec", help="What proposes tokens, of an engine started here (default: BATCHSVC_SPEC, else auto)."),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft", metavar="D", help="A smaller model, or heads on this one, that propose tokens: a name or a path."
+    ),
 ]
 BatchArgument = Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch (batch_...).")]
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Its id or its name.")]
@@ -70,6 +80,7 @@ class ServerOptions:
         model: str | None = None,
         needs_model: bool = False,
         force_format: bool = False,
+        drafting: Drafting | None = None,
     ) -> AbstractContextManager[Session]:
         """A client of the service: see target.opened."""
         return opened(
@@ -80,6 +91,7 @@ class ServerOptions:
             model=model,
             needs_model=needs_model,
             force_format=force_format,
+            drafting=drafting or Drafting(),
         )
 
 

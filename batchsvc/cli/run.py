@@ -16,12 +16,19 @@ from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.exporting import wait_for_export
 from batchsvc.cli.follow import follow
 from batchsvc.cli.input_file import InputOptions, Source, endpoint_of, model_to_serve
-from batchsvc.cli.options import AllowErrorsOption, ForceFormatOption, ServerOptions, grouped
+from batchsvc.cli.options import (
+    AllowErrorsOption,
+    DraftOption,
+    ForceFormatOption,
+    ServerOptions,
+    SpecOption,
+    grouped,
+)
 from batchsvc.cli.prompt import Prompting, requests_of, schema_of
 from batchsvc.cli.target import Session, absolute_model
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files.s3_uri import S3Uri, parse_prefix
-from batchsvc.stack.options import ALL, DEFAULT_MODEL
+from batchsvc.stack.options import ALL, DEFAULT_MODEL, Drafting
 
 if TYPE_CHECKING:
     from batchsvc.cli.client import Client
@@ -124,6 +131,8 @@ def run(
     wanted: BatchOptions,
     allow_errors: AllowErrorsOption = None,
     force_format: ForceFormatOption = False,
+    spec: SpecOption = None,
+    draft: DraftOption = None,
     server: ServerOptions,
 ) -> None:
     """Run a file of requests and write its results, in input order.
@@ -140,7 +149,10 @@ def run(
     with requests_of(source, prompting, console, model=wanted.line_model, skip_invalid=wanted.skip_invalid) as requests:
         job = Job.of(requests, prompting, wanted, label=source)
         needed = job.model or model_to_serve(target, requests)
-        with server.opened(roles=ALL, purpose="run", model=needed, force_format=force_format) as session:
+        drafting = Drafting(spec=spec, draft=draft)
+        with server.opened(
+            roles=ALL, purpose="run", model=needed, force_format=force_format, drafting=drafting
+        ) as session:
             batch: dict[str, Any] | None = None
             try:
                 batch = job.start(session, console, goes_on=True, has_results=goal.has_results)

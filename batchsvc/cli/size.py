@@ -25,6 +25,7 @@ from engine.memory.cards import CARDS
 if TYPE_CHECKING:
     from engine.memory.cards import Card
     from engine.memory.fit import WayOut
+    from engine.memory.formats import WeightFormat
     from engine.memory.shape import ModelShape
     from engine.memory.sizing import Demand, Workload
 
@@ -75,6 +76,9 @@ def size(
     ] = None,
     zero_points: Annotated[bool, typer.Option("--zero-points", help="A zero point beside each scale.")] = False,
     kv: Annotated[str, typer.Option(metavar="FORMAT", help="Of the KV cache: 32, 16 or 8 bits, fp8.")] = "16",
+    draft: Annotated[
+        str | None, typer.Option(metavar="D", help="A smaller model, or heads, that propose tokens for it.")
+    ] = None,
     card: Annotated[
         str, typer.Option(metavar="NAME", help=f"{', '.join(CARDS)}; any other as GB:GB/s, such as 48:864.")
     ] = "h100",
@@ -114,13 +118,20 @@ def size(
         raise CommandError(str(error), Exit.USAGE) from error
     try:
         shape = _shape(model, console)
+        beside = 0 if draft is None else _draft_bytes(draft, weight, console)
     except ModelError as error:
         raise CommandError(str(error), Exit.REFUSED) from error
     if weight.is_stored and shape.stored_bytes is None:
         raise CommandError(
             f"{model} has no weights in files: --weights takes a format or bits, such as 16.", Exit.USAGE
         )
-    workload = Workload(context_tokens=tokens or shape.context_tokens, concurrency=sequences, weights=weight, kv=cache)
+    workload = Workload(
+        context_tokens=tokens or shape.context_tokens,
+        concurrency=sequences,
+        weights=weight,
+        kv=cache,
+        draft_bytes=beside,
+    )
     if workload.context_tokens > shape.context_tokens:
         console.say(f"{model} was made for contexts of up to {shape.context_tokens:,} tokens.")
     halves = split_answer(shape, workload, chosen, mix=mix, prefill_card=prefill_card) if split else None
@@ -136,6 +147,13 @@ def _shape(model: str, console: Console) -> ModelShape:
     from engine.memory.sources import TEXTBOOKS, read_shape
 
     return read_shape(model if model in TEXTBOOKS else locate_shape(model, say=console.say))
+
+
+def _draft_bytes(draft: str, weights: WeightFormat, console: Console) -> int:
+    from engine.load.fetch import locate_shape
+    from engine.memory.drafting import draft_bytes
+
+    return draft_bytes(locate_shape(draft, say=console.say), weights)
 
 
 def _priced(card: Card, price: str | None) -> Card:
@@ -209,6 +227,7 @@ def _document(answer: Answer) -> dict[str, Any]:
         "stored_bytes": answer.shape.stored_bytes,
         "weight_bytes": needs.weights.values,
         "weight_scale_bytes": needs.weights.scales,
+        "draft_bytes": needs.draft_bytes,
         "kv_bytes": needs.kv.values,
         "kv_scale_bytes": needs.kv.scales,
         "total_bytes": needs.total_bytes,
@@ -256,6 +275,7 @@ def _text(answer: Answer) -> str:
     )
     rows = [
         ("weights", _gb(needs.weights.total), f"{workload.weights}{_scales(needs.weights.scales)}{beside}"),
+        *([("draft", _gb(needs.draft_bytes), "weights that propose tokens")] if needs.draft_bytes else []),
         ("KV", _gb(needs.kv.total), f"{workload.kv}{_scales(needs.kv.scales)}, {_gb(one)} a sequence"),
         ("total", _gb(needs.total_bytes), ""),
         ("workspace", _gb(needs.workspace_bytes), "at most, on each card beside its share of the total"),

@@ -108,7 +108,12 @@ def specs(
         *(
             ChildSpec(
                 name="engine" if number == 1 else f"engine-{number}",
-                command=ours("workers", "engine", BATCHSVC_MODEL=model),
+                command=ours(
+                    "workers",
+                    "engine",
+                    BATCHSVC_MODEL=model,
+                    **(options.drafting.env() if number == 1 else {}),  # a draft is for one model
+                ),
                 is_ready=hooks.is_alive,
                 grace_s=_DRAIN_S,
                 on_death=hooks.free_leases,

@@ -15,6 +15,8 @@ from engine.load.pooling import directory_pooling, gguf_pooling, pooling_files
 from engine.request import Pooling
 
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+HEADS_FILE = "heads.safetensors"
+"""May lie beside a model's weights and is none of them (engine/spec/heads_file.py)."""
 _TURN_ENDS = {"gemma3": "<end_of_turn>"}
 """What ends an answer too, though converters don't write it down."""
 
@@ -77,7 +79,7 @@ def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         return _indexed_files(index)
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(file for file in path.glob("*.safetensors") if file.name != HEADS_FILE)
     if files:
         return files
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):

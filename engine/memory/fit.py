@@ -48,7 +48,7 @@ def tensor_parallel(shape: ModelShape, needs: Demand, card: Card, *, at_least: i
         if shape.num_heads % cards or (shape.num_kv_heads % cards and cards % shape.num_kv_heads):
             continue
         share = -(-needs.weights.total // cards) + -(-needs.kv.total // min(cards, shape.num_kv_heads))
-        if share + needs.workspace_bytes <= card.memory_bytes:
+        if share + needs.draft_bytes + needs.workspace_bytes <= card.memory_bytes:  # each has the whole draft
             return cards
     return None
 

@@ -23,13 +23,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose; `sentence` says why there are `num_blocks`."""
+    """Bytes by purpose, `draft_bytes` being the weights of what proposes tokens; `sentence` says why there are
+    `num_blocks`."""
 
     num_blocks: int
     weight_bytes: int
     workspace_bytes: int
     kv_bytes: int
     sentence: str
+    draft_bytes: int = 0
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -59,12 +61,13 @@ def plan_memory(
     *,
     available: int,
     weight_bytes: int | None = None,
+    draft_bytes: int = 0,
     kv_share: float = KV_SHARE,
     place: str = "memory",
 ) -> MemoryPlan:
     """Decides the number of KV blocks. Raises ConfigError or ModelError when nothing useful fits. `weight_bytes` of the
-    weights, where a file tells them better than the format; `kv_share` of what is left beside weights and workspace is
-    for KV; `place` is what `available` bytes are free of."""
+    weights, where a file tells them better than the format, and `draft_bytes` of those of what proposes tokens;
+    `kv_share` of what is left beside weights and workspace is for KV; `place` is what `available` bytes are free of."""
     kv = kv_format(config.kv_format)
     per_block = block_bytes(model, kv, config.block_tokens)
     weights = weight_bytes or _weight_bytes(model, config.weight_format)
@@ -77,17 +80,22 @@ def plan_memory(
         if num_blocks < 2:
             raise ConfigError(f"kv_bytes is {config.kv_bytes}; two KV blocks of this model take {2 * per_block}.")
     else:
-        if available < _least_bytes(config, model, weights, kv, kv_share):
+        least = _least_bytes(config, model, weights, kv, kv_share)
+        if available < least + draft_bytes:
+            beside = f", {_mib(draft_bytes)} for what drafts" if draft_bytes else ""
+            is_held = available >= least
+            way = "without a draft it would fit" if is_held else _way_out(config, model, available, kv_share)
             raise ModelError(
-                f"The model needs {_mib(weights)} for weights and {_mib(workspace)} for workspace, "
-                f"but only {_mib(available)} of {place} is free; {_way_out(config, model, available, kv_share)}."
+                f"The model needs {_mib(weights)} for weights{beside} and {_mib(workspace)} for workspace, "
+                f"but only {_mib(available)} of {place} is free; {way}."
             )
-        rest = available - weights - workspace
+        rest = available - weights - draft_bytes - workspace
         num_blocks, why = int(rest * kv_share) // per_block, f"{kv_share:.0%} of the {_mib(rest)} left beside them"
         if num_blocks > useful:
             num_blocks, why = useful, f"all that {config.max_running} sequences of full context can use"
     sentence = (
-        f"Weights take {_mib(weights)}, workspace up to {_mib(workspace)}, KV {_mib(num_blocks * per_block)}: "
+        f"Weights take {_mib(weights)}, {f'those of the draft {_mib(draft_bytes)}, ' if draft_bytes else ''}"
+        f"workspace up to {_mib(workspace)}, KV {_mib(num_blocks * per_block)}: "
         f"{num_blocks} blocks of {config.block_tokens} tokens, {why}."
     )
     return MemoryPlan(
@@ -96,6 +104,7 @@ def plan_memory(
         workspace_bytes=workspace,
         kv_bytes=num_blocks * per_block,
         sentence=sentence,
+        draft_bytes=draft_bytes,
     )
 
 

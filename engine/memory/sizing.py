@@ -44,7 +44,8 @@ class KvShape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`concurrency` sequences of `context_tokens` each, and the formats they run in."""
+    """`concurrency` sequences of `context_tokens` each, and the formats they run in. `draft_bytes` are the weights of
+    what proposes tokens (drafting.py)."""
 
     context_tokens: int
     concurrency: int
@@ -52,24 +53,26 @@ class Workload:
     kv: KvFormat
     block_tokens: int = 16
     step_tokens: int = 2048
+    draft_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Bytes by purpose. `workspace_bytes` is needed on each card, beside its part of the total.
 
-    `step_bytes`: what a step of decoding reads, of weights and of the KV of full contexts.
+    `step_bytes`: what a step of decoding reads, of weights and of the KV of full contexts, without a draft.
     """
 
     weights: Parts
     kv: Parts
     workspace_bytes: int
     step_bytes: int
+    draft_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Weights and KV, with their scales."""
-        return self.weights.total + self.kv.total
+        """Weights, those of the draft too, and KV, with their scales."""
+        return self.weights.total + self.draft_bytes + self.kv.total
 
 
 def demand(shape: ModelShape, workload: Workload) -> Demand:
@@ -89,6 +92,7 @@ def demand(shape: ModelShape, workload: Workload) -> Demand:
             context_tokens=workload.context_tokens,
         ),
         step_bytes=weights.total - looked_up + attended.times(workload.concurrency).total,
+        draft_bytes=workload.draft_bytes,
     )
 
 

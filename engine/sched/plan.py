@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,15 +93,24 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
+class LastState(NamedTuple):
+    """The row of which the newest token of a sequence was sampled, after the last norm: float32 [hidden]. With that
+    token the sequence has `num_tokens`."""
+
+    num_tokens: int
+    values: NDArray[np.float32]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Sampled ids of a step: for each sequence id one, and one more for each right token of its draft; or the reason
-    why there is none. `codes` are the codes of reasons other than logits that are no numbers. `logprobs` are those of
-    the sampled ids, where they were asked for. `pooled` has the sum of the wanted rows' states (float32) of those whose
-    result is a vector."""
+    why there is none, or none behind these. `codes` are the codes of reasons other than logits that are no numbers.
+    `logprobs` are those of the sampled ids, where they were asked for. `pooled` has the sum of the wanted rows' states
+    (float32) of those whose result is a vector. `states` are there if the runner was asked to keep them."""
 
     sampled: dict[str, tuple[int, ...]]
     failed: dict[str, str]
     codes: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    states: dict[str, LastState] = field(default_factory=dict)

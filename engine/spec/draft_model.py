@@ -11,7 +11,7 @@ Of a text that is new to it, it first reads a bounded piece a step, and proposes
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.errors import MemoryShortageError
 from engine.request import SamplingParams
-from engine.sched.plan import Chunk, StepPlan, StepResult
+from engine.sched.plan import Chunk, LastState, StepPlan, StepResult
 from engine.spec.costs import StepCosts, seconds
 
 MOST_READ = 256
@@ -72,6 +72,9 @@ class DraftProposer:
         self._drafts: dict[str, _Draft] = {}
         self._costs = StepCosts()
         self._steps = 0
+
+    def see(self, states: Mapping[str, LastState]) -> None:
+        pass
 
     def borrow(self, loans: Loans) -> None:
         self._loans = loans

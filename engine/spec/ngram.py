@@ -7,10 +7,11 @@ Each token is indexed once, in constant time; memory grows by two numbers a toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
+from engine.sched.plan import LastState
 from engine.spec.proposer import Grades
 
 MOST_MATCH = 16
@@ -78,6 +79,9 @@ class NgramProposer:
             continued(seq.tokens, self._starts[seq.id], length) if length else ()
             for seq, length in zip(sequences, lengths, strict=True)
         ]
+
+    def see(self, states: Mapping[str, LastState]) -> None:
+        pass
 
     def borrow(self, loans: Loans) -> None:
         pass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
+from engine.sched.plan import LastState
 
 Grades = tuple[int, ...]
 """For each token that may be proposed how sure the proposer is of it: a class, from 0 on, on a scale of its own. How
@@ -35,6 +36,9 @@ class Proposer(Protocol):
 
     def propose(self, sequences: Sequence[RunningSequence], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         """For each sequence so many of the tokens just looked at; may be fewer."""
+
+    def see(self, states: Mapping[str, LastState]) -> None:
+        """The states of which the newest tokens were sampled, by sequence id, where the runner keeps them."""
 
     def borrow(self, loans: Loans) -> None:
         """From where it may borrow blocks, if it needs any."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
-from engine.sched.plan import StepPlan
+from engine.sched.plan import LastState, StepPlan
 from engine.spec.costs import StepCosts, seconds
 from engine.spec.gate import window_lengths
 from engine.spec.odds import Odds
@@ -26,32 +26,39 @@ _LOOK_STEPS = 16
 
 
 class Speculation:
-    """Not thread-safe. `is_gated` False, for tests and measurements: every proposal is drafted, whole."""
+    """Not thread-safe. `is_gated` False, for tests and measurements: every proposal is drafted, whole; `most_draft`
+    tokens of it at most. `salt` is that of the requests that are drafted for; None: all."""
 
-    def __init__(self, proposer: Proposer, *, is_gated: bool = True) -> None:
+    def __init__(
+        self, proposer: Proposer, *, is_gated: bool = True, most_draft: int = MOST_DRAFT, salt: str | None = None
+    ) -> None:
         self._proposer = proposer
         self._is_gated = is_gated
+        self._most_draft = most_draft
+        self._salt = salt
         self._odds = Odds(proposer.first_odds)
         self._costs = StepCosts()
         self._loans: Loans | None = None
         self._has_drafted = False
         self._steps = 0
+        self._tried_at = 0  # the step of the last trial
 
     def drafts(self, running: Sequence[RunningSequence], step_tokens: int) -> dict[str, tuple[int, ...]]:
         """What may be computed on trial in a step of at most `step_tokens`, by sequence id: behind those that decode
         and whose tokens are all known. All that decode still get their own token."""
+        self._steps += 1
         if self._loans is not None and (self._loans.is_due or not running):
             self._proposer.give_back()
         if len(running) > MOST_SEQUENCES:
             return {}
         decodes = [seq for seq in running if seq.num_pending == 1]
-        sequences = [seq for seq in decodes if not seq.num_unread and seq.request.pooling is None]
+        sequences = [seq for seq in decodes if not seq.num_unread and self._may_draft(seq)]
         num_decodes = len(decodes)
         most_tokens = min(step_tokens, MOST_ROWS) - num_decodes
         if not sequences or most_tokens <= 0:
             return {}
-        fair = min(MOST_DRAFT, 2 * most_tokens // len(sequences))  # rather than long looks for what can't all be taken
-        most = [min(seq.max_outputs - seq.num_outputs - 1, fair) for seq in sequences]
+        fair = 2 * most_tokens // len(sequences)  # rather than long looks for what can't all be taken
+        most = [min(seq.max_outputs - seq.num_outputs - 1, fair, self._most_draft) for seq in sequences]
         for seq in sequences:
             self._odds.look_back(seq)
         grades = self._proposer.look(sequences, most)
@@ -76,15 +83,26 @@ class Speculation:
         self._has_drafted = bool(drafts)
         return drafts
 
+    def _may_draft(self, seq: RunningSequence) -> bool:
+        return seq.request.pooling is None and self._salt in (None, seq.request.salt)
+
     def wants_tokens(self, num_running: int) -> bool:
         """Whether the step in flight should be read before the next one is planned, as drafts begin at known tokens."""
-        self._steps += 1
         return num_running <= MOST_SEQUENCES and (self._has_drafted or self._steps % _LOOK_STEPS == 0)
 
     def _trial(self, grades: Sequence[Grades]) -> list[int]:
-        self._steps += 1
+        """One token of the first that has any, if the last trial is long ago: steps that overlap have tokens to look
+        at only now and then, so no single step may be the one for it."""
         first = next((index for index, own in enumerate(grades) if own), None)
-        return [int(index == first and self._steps % _TRIAL_STEPS == 0) for index in range(len(grades))]
+        if first is None or self._steps - self._tried_at < _TRIAL_STEPS:
+            return [0] * len(grades)
+        self._tried_at = self._steps
+        return [int(index == first) for index in range(len(grades))]
+
+    def see(self, states: Mapping[str, LastState]) -> None:
+        """What the step had that is committed next."""
+        if states:
+            self._proposer.see(states)
 
     def borrow(self, loans: Loans) -> None:
         """From where the proposer may borrow blocks."""

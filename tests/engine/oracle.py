@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from engine.request import FinishReason, Lane, Request, SamplingParams
-from engine.sched.plan import PLACEHOLDER, Chunk, StepPlan, StepResult
+from engine.sched.plan import PLACEHOLDER, Chunk, LastState, StepPlan, StepResult
 from engine.spec.verify import verified
 
 VOCAB = 50
@@ -53,7 +55,8 @@ def request(
 
 @dataclass
 class OracleRunner:
-    """Executes plans in the order they were made. `fail_at` names requests whose row turns NaN at a position."""
+    """Executes plans in the order they were made. `fail_at` names requests whose row turns NaN at a position. A kept
+    state is the list of the tokens that it comes of."""
 
     block_tokens: int
     num_blocks: int
@@ -67,6 +70,7 @@ class OracleRunner:
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     last_sampled: dict[str, int] = field(default_factory=dict)
     last_step: int = -1
+    keeps_states: bool = False
     max_step_tokens: int = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -105,19 +109,23 @@ class OracleRunner:
             assert POISON not in history, f"{chunk.seq_id} reads a block that was freed or never written"
             assert history[chunk.start :] == ids[chunk.seq_id]
             asked += [(history[: chunk.start + row + 1], chunk) for row in chunk.logit_rows]
-        drawn = iter(self.sample_all(asked))
+        drawn, read = iter(self.sample_all(asked)), iter(asked)
         sampled: dict[str, tuple[int, ...]] = {}
+        states: dict[str, LastState] = {}
         failed: dict[str, str] = {}
         for chunk in [chunk for chunk in plan.chunks if chunk.logit_rows]:
             known = self.verify(chunk.draft, [next(drawn) for _ in chunk.logit_rows])
+            histories = [next(read)[0] for _ in chunk.logit_rows]
             if known:
                 sampled[chunk.seq_id] = known
+                last = histories[len(known) - 1]
+                states[chunk.seq_id] = LastState(len(last) + 1, np.array(last, np.float32))
             else:
                 failed[chunk.seq_id] = "the logits are not finite"
         self.last_sampled = {name: tokens[-1] for name, tokens in sampled.items()}
         # a failed row leaves NaN behind; what is computed from it is thrown away when the failure is read
         self.last_sampled |= dict.fromkeys(failed, EOS)
-        return StepResult(sampled, failed)
+        return StepResult(sampled, failed, states=states if self.keeps_states else {})
 
     def sample_all(self, asked: Sequence[tuple[list[int], Chunk]]) -> list[int | None]:
         """The tokens of a step's rows: what each reads, and of which chunk it is."""

@@ -163,3 +163,23 @@ def test_it_loads_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_a_draft_is_counted_beside_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    fields = json.loads((config / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (small / "config.json").write_text(json.dumps(fields))
+    found = {}
+    for name, more in (("alone", ()), ("both", ("--draft", str(small)))):
+        assert run(monkeypatch, "--model", str(config), "--json", *more) == 0
+        found[name] = document(capsys)
+    layer = 1024 * (2 * 16 * 64 + 2 * 4 * 64) + 3 * 1024 * 2816 + 2 * 1024
+    assert found["both"]["draft_bytes"] == 2 * (2 * layer + 2 * 32000 * 1024 + 1024)
+    assert found["both"]["total_bytes"] - found["alone"]["total_bytes"] == found["both"]["draft_bytes"]
+    assert run(monkeypatch, "--model", str(config), "--draft", str(small)) == 0
+    assert "weights that propose tokens" in capsys.readouterr().out
+    assert run(monkeypatch, "--model", str(config), "--draft", str(tmp_path / "none")) == 4
+    assert "There is no model" in capsys.readouterr().err

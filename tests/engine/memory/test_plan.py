@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from engine.cache.pool import block_bytes
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
+from engine.memory.drafting import draft_bytes
 from engine.memory.formats import WeightFormat, kv_format, weight_format
 from engine.memory.plan import KV_SHARE, available_bytes, plan_memory
-from engine.memory.sizing import Workload, demand
+from engine.memory.sizing import Workload, demand, weight_parts
 from engine.memory.sources import read_shape
 from engine.model.config import ModelConfig
 from engine.quant.__main__ import quantize
@@ -149,3 +154,47 @@ def test_bytes_that_a_file_tells_come_before_those_of_its_format() -> None:
     assert told.weight_bytes == GIB
     with pytest.raises(ModelError, match="needs 4,096 MiB for weights"):
         plan_memory(config(weight_format="w4a16"), MODEL, available=4 * GIB, weight_bytes=4 * GIB)
+
+
+def test_a_draft_takes_memory_beside_the_model_and_its_kv_what_is_left() -> None:
+    draft = 200 << 20
+    alone = plan_memory(config(), MODEL, available=GIB)
+    both = plan_memory(config(), MODEL, available=GIB, draft_bytes=draft)
+    assert both.draft_bytes == draft and both.weight_bytes == alone.weight_bytes
+    assert alone.kv_bytes - both.kv_bytes == pytest.approx(KV_SHARE * draft, abs=16 * 23_040)
+    assert "those of the draft 200 MiB" in both.sentence and "draft" not in alone.sentence
+
+
+def test_a_machine_without_room_for_the_draft_says_so() -> None:
+    alone = plan_memory(config(num_blocks=2), MODEL, available=0)
+    needed = alone.weight_bytes + alone.workspace_bytes + (8 << 20)
+    plan_memory(config(), MODEL, available=needed)
+    with pytest.raises(ModelError, match=r"200 MiB for what drafts.*without a draft it would fit"):
+        plan_memory(config(), MODEL, available=needed, draft_bytes=200 << 20)
+    with pytest.raises(ModelError, match=r"would fit, with|even int8"):
+        plan_memory(config(), MODEL, available=needed // 2, draft_bytes=200 << 20)
+
+
+def test_a_runner_plans_for_the_draft_that_it_will_have(tmp_path: Path) -> None:
+    sizes = {"hidden": 128, "mlp": 192, "heads": 4, "kv_heads": 2}
+    model, small = make_tiny_model(tmp_path / "m", **sizes), make_tiny_model(tmp_path / "d", layers=1, **sizes)
+    asked = config(num_blocks=8, threads=1, device="cpu")
+    runner = ModelRunner(replace(asked, model=str(model), draft=str(small)))
+    whole = weight_parts(read_shape(small), weight_format("bf16")).total
+    assert runner.memory.draft_bytes == whole == draft_bytes(small, weight_format("bf16"))
+    assert ModelRunner(replace(asked, model=str(model), draft=str(small), spec="ngram")).memory.draft_bytes == 0
+    assert draft_bytes(small, weight_format("int8")) < whole == draft_bytes(small, weight_format("w4a16"))
+    (small / "draft_vocab.json").write_text(json.dumps({"token_ids": list(range(100))}))
+    assert whole - draft_bytes(small, weight_format("bf16")) == (384 - 100) * 128 * 2
+
+
+def test_heads_are_counted_from_their_file(tmp_path: Path) -> None:
+    save_file(
+        {"ids": torch.zeros(7, dtype=torch.int32), "head": torch.zeros(7, 16), "0.down": torch.zeros(16, 5)},
+        tmp_path / "heads.safetensors",
+    )
+    assert draft_bytes(tmp_path, weight_format("bf16")) == 2 * (7 * 16 + 16 * 5)
+    assert draft_bytes(tmp_path, weight_format("float32")) == 4 * (7 * 16 + 16 * 5)
+    (tmp_path / "heads.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelError, match="no usable safetensors file"):
+        draft_bytes(tmp_path, weight_format("bf16"))

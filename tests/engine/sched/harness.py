@@ -52,6 +52,7 @@ class Harness:
             speculation=speculation,
             dial=dial,
         )
+        self.speculation = speculation
         self.runner = OracleRunner(block_tokens, num_blocks)
         self.step_tokens = step_tokens
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -78,6 +79,8 @@ class Harness:
 
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
+        if self.speculation is not None:
+            self.speculation.see(result.states)
         self._collect(self.scheduler.commit(plan, result))
         self.check()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.cache.loans import Loans
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.request import Request
+from engine.sched.plan import LastState
 from engine.spec.proposer import Grades
 from tests.engine.oracle import VOCAB, next_token
 
@@ -33,6 +34,9 @@ class SimpleProposer:
     def guess(self, seq: RunningSequence, length: int) -> tuple[int, ...]:
         """What may stand behind a sequence: nothing, where no subclass says more."""
         return ()
+
+    def see(self, states: Mapping[str, LastState]) -> None:
+        pass
 
     def borrow(self, loans: Loans) -> None:
         pass

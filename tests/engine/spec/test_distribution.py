@@ -9,12 +9,13 @@ of 1 in 1,000. Rules that accept what they shouldn't fail by far.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.config import EngineConfig
@@ -22,6 +23,7 @@ from engine.engine import Engine
 from engine.request import Request, SamplingParams
 from engine.sample.sampler import SampleRow, sample
 from engine.sched.plan import Chunk
+from engine.spec.heads import HeadsProposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.proposer import Proposer
 from engine.spec.speculation import Speculation
@@ -50,7 +52,7 @@ class Toy(OracleRunner):
     """The toy model with the engine's own sampler. `rule` says what a window yields."""
 
     def __init__(self, rule: str) -> None:
-        super().__init__(4, 400, vocab_size=VOCAB, eos_ids=frozenset())
+        super().__init__(4, 400, vocab_size=VOCAB, eos_ids=frozenset(), keeps_states=True)
         self._rule = rule
 
     def sample_all(self, asked: Sequence[tuple[list[int], Chunk]]) -> list[int | None]:
@@ -83,6 +85,18 @@ class Habit(SimpleProposer):
         for _ in range(length):
             tokens.append(int(TABLE[:, tokens[-1]].mean(axis=0).argmax()))
         return tuple(tokens[len(seq.tokens) :])
+
+
+class HabitHeads:
+    """The same as heads: drawn with the numbers of the places that they are for."""
+
+    num_heads = 4
+
+    def begin(self, states: Sequence[NDArray[np.float32]]) -> None:
+        pass
+
+    def next_ids(self, place: int, x: None, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> list[int | None]:
+        return sample(torch.from_numpy(np.stack([TABLE[:, token].mean(axis=0) for token in token_ids])), rows)
 
 
 def chances(params: SamplingParams, tokens: Sequence[int]) -> np.ndarray:
@@ -130,7 +144,11 @@ def p_value(proposer: Proposer | None, setting: str, answers: int, *, rule: str 
     return float(torch.special.gammaincc(*halves)), stats.accepted_tokens / stats.output_tokens
 
 
-PROPOSERS = {"ngram": NgramProposer, "habit": Habit}
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "ngram": NgramProposer,
+    "habit": Habit,
+    "heads": lambda: HeadsProposer(HabitHeads()),
+}
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -140,8 +158,9 @@ def test_a_few_answers_have_the_models_distribution(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["second chance", "near enough"])
-def test_a_wrong_rule_is_found_out(rule: str) -> None:
-    p, _ = p_value(Habit(), "temperature", 1_000, rule=rule)
+@pytest.mark.parametrize("name", ["habit", "heads"])
+def test_a_wrong_rule_is_found_out(name: str, rule: str) -> None:
+    p, _ = p_value(PROPOSERS[name](), "temperature", 1_000, rule=rule)
     assert p < 1e-6
 
 

@@ -128,6 +128,18 @@ def test_loans_leave_an_eighth_and_evict_nothing() -> None:
     assert loans.take(13) is None, "one of the free ones is cached"
 
 
+def test_loans_take_untouched_blocks_before_anything_cached() -> None:
+    pool = BlockPool(16)
+    cached = pool.allocate(4)
+    for depth, block in enumerate(cached):
+        pool.retain(block, depth)
+    pool.release(cached)
+    blocks = Loans(pool).take(9)
+    assert blocks is not None and not set(blocks) & set(cached)
+    pool.check_integrity([blocks])
+    pool.share(cached)  # still in the cache: KeyError otherwise
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_a_draft_that_cannot_sample_proposes_nothing_there(right: bool) -> None:
     harness, draft, _ = make_harness()
@@ -155,3 +167,17 @@ def test_a_draft_that_finds_no_memory_costs_no_answer() -> None:
     harness.run()
     harness.assert_answers()
     assert draft.refused and harness.scheduler.num_used_blocks == 0
+
+
+def test_a_draft_of_one_project_drafts_for_no_other() -> None:
+    draft = Draft(4, 64, sample=guess)
+    speculation = Speculation(DraftProposer(draft, 4), is_gated=False, salt="mine")
+    harness = Harness(speculation=speculation, block_tokens=4, num_blocks=64)
+    draft.memory = harness.runner.memory
+    harness.add(request("theirs", [3] * 5, 20, ignore_eos=True, salt="theirs"))
+    harness.run()
+    assert harness.scheduler.counters.drafted_tokens == 0 and draft.largest == 0
+    harness.add(request("mine", [4] * 5, 20, ignore_eos=True, salt="mine"))
+    harness.run()
+    harness.assert_answers()
+    assert harness.scheduler.counters.accepted_tokens > 5

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.sequence import Sequence
+from engine.cache.sequence import Sequence, SequenceState
 from engine.spec.costs import ROW_SHARE, StepCosts, seconds
 from engine.spec.gate import MARGIN, window_lengths
 from engine.spec.odds import Odds
+from engine.spec.proposer import Grades
+from engine.spec.speculation import Speculation
 from tests.engine.oracle import request
+from tests.engine.spec.guesser import SimpleProposer
 
 chances = st.lists(st.floats(0, 1), max_size=4)
 
@@ -112,3 +116,33 @@ def test_odds_follow_what_came_for_a_grade_and_for_a_sequence() -> None:
     assert odds.of("new", grades) == fresh, "each proposal counts once"
     odds.forget("good")
     assert odds.of("good", grades) == fresh
+
+
+class Hopeless(SimpleProposer):
+    """Was never right: only a trial asks it."""
+
+    first_odds = (0.0,)
+
+    def look(self, sequences: Iterable[Sequence], most_tokens: Iterable[int]) -> list[Grades]:
+        return [(0,) * most for most in most_tokens]
+
+    def cost(self, lengths: Iterable[int]) -> float:
+        return 1.0
+
+    def guess(self, seq: Sequence, length: int) -> tuple[int, ...]:
+        return (7,) * length
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_was_given_up_is_tried_again(overlaps: bool) -> None:
+    """Also where steps overlap, whose tokens are known only when somebody asked for them before."""
+    speculation = Speculation(Hopeless())
+    seq = Sequence(request("r", [4, 5], 10_000), 0, 10_000)
+    seq.state, seq.computed_tokens = SequenceState.RUNNING, 1
+    trials = []
+    for step in range(1, 1100):
+        seq.num_unread = 0 if not overlaps or speculation.wants_tokens(1) else 1
+        if speculation.drafts([seq], 64):
+            trials.append(step)
+    assert 3 <= len(trials) <= 4
+    assert min(b - a for a, b in pairwise(trials)) >= 256

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.cache.sequence import Sequence as RunningSequence
 from engine.config import EngineConfig
+from engine.distill.capture import Scorer
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError
+from engine.load.weights import open_model
 from engine.request import Begun, Completion, FinishReason, Request, SamplingParams
 from engine.runner import ModelRunner
+from engine.spec.choose import heads_on
 from engine.spec.draft_model import DraftProposer
+from engine.spec.heads_file import Heads, save_heads
+from engine.spec.heads_loss import heads_loss, initial_parts
 from engine.spec.ngram import NgramProposer
 from engine.spec.speculation import Speculation
 from engine.structure.grammar import spec_of
@@ -137,6 +144,32 @@ class World:
             return [self.plain[self.requests.index(request)].token_ids]
         return [self.run([replace(request, n=1, choice=i)])[0].token_ids for i in range(request.n)]
 
+    def trained_heads(self, directory: Path) -> Path:
+        """Heads that know these answers well, as they were trained on them."""
+        texts = [(request.prompt_ids, ids) for request in self.requests for ids in self.answers[request.id]]
+        scorer = Scorer(self.config.model, 400, weight_format="bf16", threads=1)
+        rows = torch.cat([scorer.rows((*prompt, *ids), len(prompt)) for prompt, ids in texts])
+        next_ids = torch.tensor([token for _, ids in texts for token in ids])
+        owners = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor([len(ids) for _, ids in texts]))
+        model, source = open_model(Path(self.config.model))
+        embedding = source.load("embedding.weight").float()
+        ids = torch.arange(3, 323)  # some tokens they can't say
+        parts = initial_parts(embedding[ids], num_heads=3, inner=128, seed=1)
+        targets = 12.0 * torch.nn.functional.one_hot((next_ids - 3).clamp(0, len(ids) - 1), len(ids)).float()
+        for part in parts.values():
+            part.requires_grad_()
+        optimizer = torch.optim.AdamW(parts.values(), lr=4e-3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            heads_loss(parts, 3, rows, embedding[next_ids], targets, owners, model.activation).backward()
+            optimizer.step()
+        made = Heads(
+            model_digest=self.text.meta.digest, num_heads=3, hidden=128, inner=128, vocab_size=384,
+            parts=parts | {"ids": ids.int()},
+        )  # fmt: skip
+        save_heads(directory, made, {})
+        return directory
+
 
 def assert_same(found: Sequence[Completion], plain: Sequence[Completion]) -> None:
     """But for prefix hits, which depend on the schedule."""
@@ -216,6 +249,79 @@ def test_a_draft_model_changes_nothing(world: World, small: Path) -> None:
     assert_same(list(engine.run(world.requests)), world.plain)
 
 
+@pytest.fixture(scope="module")
+def heads(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return world.trained_heads(tmp_path_factory.mktemp("heads"))
+
+
+class WithHeads:
+    """Engines whose every proposal of heads is drafted."""
+
+    def __init__(self, world: World, heads: Path) -> None:
+        self._world = world
+        self._heads = heads
+
+    def engine(self, **changes: Any) -> Engine:
+        config = replace(self._world.config, **changes)
+        runner = ModelRunner(config)
+        speculation = Speculation(heads_on(runner, self._heads, config.model), is_gated=False)
+        return Engine(config, runner=runner, text=self._world.text, speculation=speculation)
+
+    def run(self, requests: Sequence[Request], **changes: Any) -> list[Completion]:
+        engine = self.engine(**changes)
+        found = list(engine.run(requests))
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        assert stats.drafted_tokens > stats.accepted_tokens > stats.verifications / 4
+        return found
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}, {"overlap": True}],
+    ids=str,
+)  # fmt: skip
+def test_heads_change_nothing(world: World, heads: Path, limits: dict[str, Any]) -> None:
+    assert_same(WithHeads(world, heads).run(world.requests, **limits), world.plain)
+
+
+def test_heads_with_preemptions_and_answers_that_another_engine_began(world: World, heads: Path) -> None:
+    engine = WithHeads(world, heads).engine()
+    for request in world.requests:
+        engine.add(request)
+    ended: dict[str, Completion] = {}
+    step = 0
+    while engine.has_work():
+        for index, seq in enumerate(engine.scheduler.running()):
+            if (index + step) % 3 == 0 and step < 20:
+                engine.scheduler.preempt(seq.id)
+        step += 1
+        ended |= {c.request_id: c for c in engine.step().completions}
+    assert engine.stats().preemptions > 10 and engine.stats().accepted_tokens > 0
+    assert_same([ended[plain.request_id] for plain in world.plain], world.plain)
+    begun = [
+        replace(request, resume_ids=world.answers[request.id][0][:5])
+        for request in world.requests
+        if request.n == 1 and request.params.logprobs is None
+    ]
+    found = WithHeads(world, heads).run(begun)
+    assert_same(found, [plain for plain in world.plain if plain.request_id in {one.id for one in begun}])
+
+
+def test_heads_are_found_where_they_lie(world: World, heads: Path, model: Path, tmp_path: Path) -> None:
+    """Named as a draft, or beside the model's weights; gated like all that proposes."""
+    for changes in ({"spec": "heads", "draft": str(heads)}, {"spec": "auto", "draft": str(heads)}):
+        engine = world.engine(**changes)
+        assert_same(list(engine.run(world.requests)), world.plain)
+        assert engine.stats().accepted_tokens > 0
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    for name in ("heads.safetensors", "heads.json"):
+        shutil.copy(heads / name, own)
+    engine = world.engine(spec="heads", model=str(own))
+    assert_same(list(engine.run(world.requests)), world.plain)
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_a_model_that_cannot_draft_is_refused_in_a_sentence(world: World, tmp_path: Path) -> None:
     sizes = {"hidden": 128, "mlp": 192, "heads": 4}
     others = {
@@ -230,7 +336,19 @@ def test_a_model_that_cannot_draft_is_refused_in_a_sentence(world: World, tmp_pa
     with pytest.raises(ConfigError, match="draft"):
         replace(world.config, spec="draft")
     with pytest.raises(ConfigError, match="heads"):
-        replace(world.config, spec="heads")
+        replace(world.config, spec="medusa")
+
+
+def test_heads_that_cannot_draft_are_refused_in_a_sentence(world: World, heads: Path, small: Path) -> None:
+    for changes, says in (
+        ({"spec": "heads"}, "no heads beside its weights"),
+        ({"spec": "heads", "draft": str(small)}, "no heads.safetensors"),
+        ({"spec": "draft", "draft": str(heads)}, "heads and no model"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            world.engine(**changes)
+    with pytest.raises(ModelError, match="another digest"):
+        world.engine(spec="heads", draft=str(heads), model=str(small))
 
 
 @pytest.mark.slow
@@ -262,3 +380,28 @@ def test_greedy_answers_of_a_real_model_to_real_prompts(default_model: Path, mod
     engine = Engine(config, runner=runner, text=text, speculation=speculation)
     assert_same(list(engine.run(requests)), expected)
     assert engine.stats().accepted_tokens > 0 and engine.stats().steps < plain.stats().steps
+
+
+class Spelled(SimpleProposer):
+    """Knows what the answer's form lets it be."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        super().__init__()
+        self._token_ids = tuple(token_ids)
+
+    def guess(self, seq: RunningSequence, length: int) -> tuple[int, ...]:
+        return self._token_ids[seq.num_outputs :][:length]
+
+
+@pytest.mark.parametrize("stop", ["b", "nowhere"])
+def test_a_form_that_fails_behind_a_stop_string_ends_there(world: World, stop: str) -> None:
+    """Behind abx nothing can follow; whether that is seen in the same window or a step later."""
+    dead = spec_of("lark", 'start: "ab" "x" dead\ndead: dead "a"')
+    params = replace(GREEDY, grammar=dead, stop=(stop,), ignore_eos=False)
+    request = Request(id="r", prompt_ids=[20, 30, 40], params=params)
+    token_ids = [*world.text.tokenizer.encode("abx"), 2]
+    (plain,) = world.run([request])
+    engine = world.engine(Speculation(Spelled(token_ids), is_gated=False))
+    assert_same(list(engine.run([request])), [plain])
+    assert plain.finish_reason is (FinishReason.STOP if stop == "b" else FinishReason.ERROR)
+    assert engine.stats().drafted_tokens == 3 and engine.stats().steps == 2

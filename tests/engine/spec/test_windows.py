@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import FinishReason
+from engine.sched.plan import StepResult
 from engine.spec.speculation import Speculation
 from engine.spec.verify import verified
 from tests.engine.oracle import EOS, answer, request
@@ -123,6 +124,24 @@ def test_a_row_that_fails_inside_a_window_costs_what_it_costs_without() -> None:
         harness.run()
         seq = harness.finished["r"]
         assert (seq.finish_reason, seq.output_ids) == (FinishReason.ERROR, tokens[: position - 2])
+
+
+def test_what_fails_behind_the_end_of_an_answer_is_not_its_end() -> None:
+    """A result may say why nothing follows the tokens that it has: they are read first, and may end the answer."""
+    for ends, (reason, kept) in {True: (FinishReason.STOP, 2), False: (FinishReason.ERROR, 3)}.items():
+        scheduler = Harness().scheduler
+        scheduler._judge = lambda seq, token_id, ends=ends: FinishReason.STOP if ends and token_id == 8 else None
+        seq = scheduler.add(request("r", [4, 5], 30))
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, StepResult({"r": (7,)}, {}))
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, StepResult({"r": (8, 9)}, {"r": "It can't go on."}, {"r": "dead_end"}))
+        assert (seq.finish_reason, seq.output_ids) == (reason, [7, 8, 9][:kept])
+        assert seq.error_code == (None if ends else "dead_end")
+        scheduler.check_integrity()
+        assert not scheduler.num_used_blocks
 
 
 def test_the_prefix_index_has_what_was_accepted_and_nothing_that_was_rejected() -> None:

@@ -19,7 +19,7 @@ SIZES = (16, 32, 64, 128)
 TILE_ROWS = (16, 64)
 """Rows of a tile: of a few sequences, and of more."""
 WARPS = 4
-STAGES = 2
+STAGES = 4
 
 
 @triton.jit

@@ -147,6 +147,7 @@ def test_a_run_that_was_stopped_or_killed_makes_the_same_student(teacher: Path, 
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_or_interrupted_leaves_a_checkpoint(teacher: Path, data: Path) -> None:
     """kill -9 in the middle of training, then SIGINT, which loses no step."""
     asked = options(teacher, data)

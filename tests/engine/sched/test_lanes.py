@@ -110,7 +110,7 @@ def test_no_step_has_batch_work_while_an_interactive_sequence_that_could_run_is_
     assert scheduler.num_used_blocks == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     made=made_requests,
     num_blocks=st.integers(8, 40),

@@ -184,11 +184,15 @@ class Switchboard:
             self._tasks = [asyncio.create_task(self._for_ever(step)) for step in (self._read, self._look)]
 
     async def _for_ever(self, step: Callable[[], Awaitable[None]]) -> None:
+        is_quiet = False
         while True:
             try:
                 await step()
+                is_quiet = False
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("calls.unheard", error=type(error).__name__)
+                if not is_quiet:
+                    log.warning("calls.unheard", error=type(error).__name__)
+                is_quiet = True
                 await asyncio.sleep(_LOOK_S)
 
     async def _read(self) -> None:

@@ -165,6 +165,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             _until_it_runs(stack)
             stack.play([0.0, 1.0], seconds=5)
             dial = stack.play(poisson(rate, options.seed), seconds=options.seconds)
+            if not stack.counts()[2]:
+                raise SystemExit("The batch ended before the last run did; give it more --lines.")
     left = batch_alone.batch_tps * (1 - without_batch.busy_s / without_batch.seconds)
     return {
         "model": options.model,

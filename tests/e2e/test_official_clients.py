@@ -192,3 +192,30 @@ def test_the_clients_find_what_the_model_can_not_do_by_its_line(stack: Stack, cl
         (name,) = wish
         assert row["response"]["status_code"] == 400 and error["param"].split(".")[0] == name, error
         assert name in error["message"] or name.replace("_", " ") in error["message"], error
+
+
+def test_the_openai_client_is_answered_at_once_by_the_same_stack(stack: Stack, client: openai.OpenAI) -> None:
+    """Interactive calls beside batches, at the same URL: the whole way, through Redis, of the embedded stack."""
+
+    def chat() -> bool:
+        try:
+            messages = [{"role": "user", "content": "Where is my parcel?"}]
+            *chunks, last = client.chat.completions.create(
+                model=stack.model,
+                messages=messages,
+                max_tokens=5,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+        except openai.InternalServerError as error:
+            if error.code != "no_worker":
+                raise
+            return False  # it has only just started
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text and last.usage is not None and last.usage.completion_tokens == 5
+        return True
+
+    wait_for(chat, "a worker takes calls")
+    answer = client.responses.create(model=stack.model, input="Hello", max_output_tokens=5)
+    assert answer.output_text and answer.usage is not None and 0 < answer.usage.output_tokens <= 5

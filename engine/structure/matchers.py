@@ -85,7 +85,9 @@ class Grammars:
             eos_token=sorted(eos_ids),
             slices=LLTokenizer.json_slices(),
         )
-        self._executor = LLExecutor(max(len(os.sched_getaffinity(0)) - 1, 1))  # one core is for who goes on meanwhile
+        cores = len(os.sched_getaffinity(0))
+        self._executor = LLExecutor(max(cores - 1, 1))  # one core is for who goes on meanwhile
+        self._readers = LLExecutor(cores)  # of tokens, which all wait for
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._kept_chars = 0
 
@@ -101,7 +103,7 @@ class Grammars:
         """Reads a token in each of several answers."""
         if matchers:
             states = [matcher.state for matcher in matchers]
-            self._executor.consume_token_par(list(zip(states, token_ids, strict=True)))
+            self._readers.consume_token_par(list(zip(states, token_ids, strict=True)))
         for matcher in matchers:
             matcher.num_tokens += 1
             matcher.look()

@@ -38,7 +38,7 @@ def heads_bytes(directory: Path, form: WeightFormat) -> int:
     try:
         with safe_open(str(directory / HEADS_FILE), framework="numpy") as file:
             names = file.keys()
-            elements = sum(math.prod(file.get_slice(name).get_shape()) for name in names if name != "ids")
+            elements: int = sum(math.prod(file.get_slice(name).get_shape()) for name in names if name != "ids")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{directory / HEADS_FILE} is no usable safetensors file: {error}.") from error
     return elements * _plain(form).plain_bytes

@@ -122,7 +122,7 @@ def _check(heads: Heads, path: Path) -> None:
     ids = heads.parts.get("ids")
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not len(ids):
         raise ModelError(f"{path} names no vocabulary: the tensor ids must be int32 in one row.")
-    if not bool(((ids >= 0) & (ids < heads.vocab_size)).all()) or len(ids.unique()) < len(ids):
+    if not bool(((ids >= 0) & (ids < heads.vocab_size)).all()) or len(set(ids.tolist())) < len(ids):
         raise ModelError(f"{path}: ids must be different tokens of the model, from 0 to {heads.vocab_size - 1}.")
     expected = heads.shapes()
     if heads.parts.keys() != expected.keys():

@@ -276,7 +276,7 @@ async def _knock(cluster: Cluster, count: int, measure: Callable[[], int]) -> tu
 def test_row_84_a_thousand_connections_at_once(cluster: Cluster) -> None:
     """All are told to come back, because a few have the slots, and the memory stays what it was."""
     api = cluster.serve(BATCHSVC_INTERACTIVE_MAX=16)
-    worker = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=20)
+    worker = cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=20, BATCHSVC_MAX_RUNNING=16)
     cluster.until(lambda: takes_calls(cluster), "calls are answered")
     inside = [start_call(cluster, tokens=450) for _ in range(16)]
     cluster.until(lambda: all(call.num_events for call in inside), "all slots are in use")

@@ -86,6 +86,7 @@ class Place:
     key: str
     url: str = ""
     clients: list[Any] = field(default_factory=list)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
 
     def client(self, key: str | None = None, **arguments: Any) -> openai.OpenAI:
         """The official client; it never retries, so that a test sees each answer."""
@@ -103,7 +104,7 @@ class Place:
         """A plain call, for what the official client hides."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4} | body
         headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=60, trust_env=False)
+        return self.http.post(self.url + path, json=body, headers=headers)
 
     @contextmanager
     def worker(self, engine: EngineLike | None = None, *, name: str = "w", **changes: Any) -> Iterator[EngineRun]:
@@ -133,6 +134,10 @@ class Place:
             project_id = accounts.create_project(session, f"p{time.monotonic_ns()}").id
             accounts.change_project(session, project_id, changes)
             return project_id, accounts.create_key(session, project_id, "test")[1]
+
+    def num_used(self) -> int:
+        """How many calls of the first project were billed."""
+        return len(self.usage())
 
     def usage(self, project_id: str | None = None) -> list[UsageRow]:
         with self.db.reading() as session:
@@ -166,7 +171,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def calls_redis(redis_url: str) -> str:
     """An empty database of the shared Redis."""
-    url = redis_url.removesuffix("/0") + "/3"
+    return _emptied(redis_url, 3)
+
+
+def _emptied(redis_url: str, number: int) -> str:
+    url = redis_url.removesuffix("/0") + f"/{number}"
     with redis.Redis.from_url(url) as client:
         client.flushdb()
     return url
@@ -197,12 +206,16 @@ def opened(settings: Settings, tiny: Path) -> Iterator[Place]:
     with serving(settings, NullDispatcher()) as url:
         place.url = url
         yield place
-        for client in place.clients:
+        for client in (*place.clients, place.http):
             client.close()
     db.dispose()
 
 
-@pytest.fixture
-def place(sqlite_url: str, calls_redis: str, tiny: Path) -> Iterator[Place]:
-    with opened(call_settings(sqlite_url, calls_redis), tiny) as made:
+@pytest.fixture(scope="module")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, migrated_sqlite: Path, redis_url: str, tiny: Path
+) -> Iterator[Place]:
+    """One for the tests of a module, in a database of Redis of its own."""
+    database = shutil.copy(migrated_sqlite, tmp_path_factory.mktemp("place") / "test.sqlite3")
+    with opened(call_settings(f"sqlite:///{database}", _emptied(redis_url, 4)), tiny) as made:
         yield made

@@ -59,7 +59,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _ids(where: str, line: bytes, text: TextModel) -> list[int]:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{where} is no JSON: {error}.") from error
     body = value.get("body", value) if isinstance(value, dict) else None
@@ -79,4 +79,8 @@ def _ids(where: str, line: bytes, text: TextModel) -> list[int]:
 def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise CalibrationError(f"{where} has messages that aren't a list of objects.")
+    for message in messages:
+        has_words = message.get("content") is not None or message.get("tool_calls")
+        if not isinstance(message.get("role"), str) or not has_words:
+            raise CalibrationError(f"{where} has a message without role or content.")
     return messages

@@ -48,7 +48,9 @@ BAD = [
     ({"id": 1}, "Line 2 of calib.jsonl has no text"),
     ({"messages": []}, "Line 2 of calib.jsonl has messages"),
     ({"messages": [7]}, "Line 2 of calib.jsonl has messages"),
-    ({"messages": [{"content": 7}]}, "Line 2 of calib.jsonl can't be rendered"),
+    ({"messages": [{"role": "user"}]}, "Line 2 of calib.jsonl has a message without role or content"),
+    ({"messages": [{"content": "Hi"}]}, "Line 2 of calib.jsonl has a message without role or content"),
+    ({"messages": [{"role": "user", "content": 7}]}, "Line 2 of calib.jsonl can't be rendered"),
 ]
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import ConfigError, ModelError
@@ -24,6 +23,7 @@ from engine.load.meta import ModelMeta, read_json
 from engine.load.names import to_hf
 from engine.load.origin import FILE as ORIGIN
 from engine.load.pooling import pooling_files
+from engine.load.tensor_file import write_tensors
 from engine.model.config import ModelConfig
 from engine.quant.fp8 import Fp8Weight
 from engine.quant.groups import GroupedWeight, Scheme
@@ -122,7 +122,7 @@ def _write_weights(directory: Path, layout: Layout, dtype: torch.dtype, paramete
 
     def flush() -> None:
         nonlocal shard, size
-        save_file(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        write_tensors(shard, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(shard))
         shard, size = {}, 0
 

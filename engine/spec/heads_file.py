@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.load.fields import Fields
 from engine.load.meta import HEADS_FILE, read_json
 from engine.load.safetensors import FLOATS
+from engine.load.tensor_file import write_tensors
 
 CONFIG_FILE = "heads.json"
 MOST_HEADS = 16
@@ -73,7 +73,7 @@ def save_heads(directory: Path, heads: Heads, told: Mapping[str, Any]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         scratch = directory / f".{HEADS_FILE}"
-        save_file(parts | {"ids": heads.ids.int()}, scratch)
+        write_tensors(parts | {"ids": heads.ids.int()}, scratch)
         scratch.replace(directory / HEADS_FILE)
         scratch = directory / f".{CONFIG_FILE}"
         scratch.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

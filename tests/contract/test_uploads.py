@@ -250,7 +250,7 @@ def test_a_length_over_the_limit_is_refused_before_the_body(api: Api) -> None:
         assert client.recv(65_536).startswith(b"HTTP/1.1 413 ")
 
 
-@pytest.mark.parametrize(("path", "key", "status"), [("/v1/files", "sk-wrong", 401), ("/v1/responses", "", 400)])
+@pytest.mark.parametrize(("path", "key", "status"), [("/v1/files", "sk-wrong", 401), ("/v1/responses", "", 413)])
 def test_a_client_that_sends_all_before_it_reads_sees_why_it_is_refused(
     api: Api, path: str, key: str, status: int
 ) -> None:

@@ -140,7 +140,9 @@ def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: 
     run_quantize(model, tmp_path / "one")
     monkeypatch.setattr("engine.quant.save.SHARD_BYTES", 20_000)
     run_quantize(model, tmp_path / "several")
-    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    files = list((tmp_path / "several").glob("*.safetensors"))
+    assert len(files) > 2
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "several" / "config.json").stat().st_mode}
     assert torch.equal(logits(tmp_path / "one"), logits(tmp_path / "several"))
 
 

@@ -93,7 +93,11 @@ def plan_interrupted(planned: Planned, batch_id: str, at: int, is_after: bool, e
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("kind", "is_after"),
-    [(_KilledError, True), (ConnectionError, True), pytest.param(ConnectionError, False, marks=pytest.mark.slow)],
+    [
+        (_KilledError, True),
+        pytest.param(ConnectionError, True, marks=pytest.mark.slow),
+        pytest.param(ConnectionError, False, marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_at_every_call_the_plan_is_the_same(
     planned: Planned, kind: type[BaseException], is_after: bool

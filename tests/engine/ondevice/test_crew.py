@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine.ondevice.crew import Clock, Crew
@@ -14,6 +15,7 @@ from tests.engine.ondevice import drill
 PLACE = Place(torch.device("cpu"), is_toy=True)
 
 
+@pytest.mark.slow
 def test_the_rest_is_run_whatever_a_step_does() -> None:
     steps = drill.steps(PLACE)
     crew = Crew("tests.engine.ondevice.drill:steps", steps, True, Clock(600))

@@ -54,7 +54,8 @@ class EngineConfig:
     `spec`           one of SPEC_MODES
     `draft`          path of what proposes tokens: a smaller model of the same vocabulary, or heads on this one; None:
                      heads where they lie in the model's own directory
-    `draft_salt`     the salt of the requests that `draft` may draft for, as it learned from their project; None: all
+    `draft_salt`     the salt of the requests that draft or heads may draft for, as they learned from their project's
+                     lines; None: all
     `ttft_target_ms` time to the first token of interactive requests, and
     `itl_target_ms`  between their tokens, which batch work leaves them (engine/sched/dial.py); None: any
     `prefix_cache`   off only in tests and measurements

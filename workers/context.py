@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,10 @@ from batchsvc.dispatch import CeleryDispatcher
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
-from engine.config import Formats
+from engine.config import EngineConfig, Formats
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
-from engine.load.origin import project_of
+from engine.load.origin import draft_project_of
 from engine.text import load_text
 from workers import split
 from workers.exporter import Exporter
@@ -175,42 +176,46 @@ def _say(sentence: str) -> None:
 def draft_salt(db: Database, draft: Path) -> str | None:
     """The salt of the project whose requests alone a draft may draft for; None: all. Raises UnavailableError where that
     project isn't one of this service's."""
-    project = project_of(draft)
+    project = draft_project_of(draft)
     if project is None:
         return None
     with db.reading() as session:
         salt = accounts.salts(session, [project]).get(project)
     if salt is None:
         raise UnavailableError(
-            f"The draft {draft} learned from lines of the project {project}, which isn't one of this service's; choose "
-            "another with BATCHSVC_DRAFT."
+            f"The draft in {draft} learned from lines of the project {project}, which isn't one of this service's; "
+            "choose another with BATCHSVC_DRAFT, or none with BATCHSVC_SPEC=ngram."
         )
     return salt
 
 
 def _engine(settings: Settings, db: Database, path: Path, formats: Formats) -> Engine:
-    from engine.config import EngineConfig
     from engine.engine import Engine
 
+    return Engine(engine_config(settings, db, path, formats), say=_say)
+
+
+def engine_config(settings: Settings, db: Database, path: Path, formats: Formats) -> EngineConfig:
+    """What the engine is told: also for whose requests alone it may draft. Raises EngineError or UnavailableError."""
+    from engine.spec.choose import draft_directory
+
     draft = None if settings.draft is None else locate(settings.draft)
-    return Engine(
-        EngineConfig(
-            model=str(path),
-            weight_format=formats.weights,
-            kv_format=formats.kv,
-            kv_bytes=settings.kv_bytes,
-            spec=settings.spec,
-            draft=None if draft is None else str(draft),
-            draft_salt=None if draft is None else draft_salt(db, draft),
-            step_tokens=settings.step_tokens,
-            max_running=settings.max_running,
-            ttft_target_ms=settings.ttft_target_ms,
-            itl_target_ms=settings.itl_target_ms,
-            device=settings.device,
-            threads=settings.threads,
-        ),
-        say=_say,
+    config = EngineConfig(
+        model=str(path),
+        weight_format=formats.weights,
+        kv_format=formats.kv,
+        kv_bytes=settings.kv_bytes,
+        spec=settings.spec,
+        draft=None if draft is None else str(draft),
+        step_tokens=settings.step_tokens,
+        max_running=settings.max_running,
+        ttft_target_ms=settings.ttft_target_ms,
+        itl_target_ms=settings.itl_target_ms,
+        device=settings.device,
+        threads=settings.threads,
     )
+    drafts = draft_directory(config)
+    return config if drafts is None else replace(config, draft_salt=draft_salt(db, drafts))
 
 
 def _fake_engine(settings: Settings, path: Path) -> EngineLike:

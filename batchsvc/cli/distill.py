@@ -1,14 +1,13 @@
 """`batchsvc models distill`: trains a student by `python -m engine.distill`, on a file or on a batch of the caller's.
 
 A batch's lines are fetched over the API with the caller's key, so nobody trains on what isn't his to read; the student
-notes the project, and `models.register` lets no other project use it.
+notes the project, and `models.register` lets no other project use it. Files are an operator's to name, with --project.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +17,14 @@ import typer
 from batchsvc.cli import engine_child
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
+from batchsvc.cli.distill_data import Data, found_data, tell_left
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.licence import asking
 from batchsvc.cli.options import AdminOptions, grouped
 from batchsvc.cli.progress_bar import shown_phases
 from batchsvc.cli.target import absolute_model
-from batchsvc.stack.options import READING
 
-_ENDED = ("completed", "expired", "cancelled")
 _HEADS = "heads:"
-_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1")
 _KILLED = (
     "The training was killed, as by a system that runs out of memory: the same command with --resume goes on from its "
     "last checkpoint, a smaller --pack-tokens takes less."
@@ -84,6 +81,18 @@ class TrainOptions:
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads (default: all cores).")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False
 
+    def check(self, given: dict[str, Any]) -> None:
+        """Raises CommandError for what can't be, with these other options, or has no place to be made at."""
+        from engine.distill.errors import DistillError
+        from engine.distill.options import Options, check_place
+
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own |= {"embeddings": own.pop("train_embeddings"), "method": str(self.method), "kl": str(self.kl)}
+        try:
+            check_place(Options(**own, **given))
+        except DistillError as error:
+            raise CommandError(str(error), Exit.REFUSED) from error
+
     def argv(self) -> list[str]:
         """As `engine.distill` takes them."""
         argv = ["--method", self.method, "--kl", self.kl, "--temperature", str(self.temperature)]
@@ -96,16 +105,6 @@ class TrainOptions:
                 argv += [f"--{option.replace('_', '-')}", str(value)]
         argv += ["--embeddings"] if self.train_embeddings else []
         return argv + (["--resume"] if self.resume else [])
-
-
-@dataclass(frozen=True, slots=True)
-class _Data:
-    """Files to learn from, and whose they are."""
-
-    file: Path
-    results: tuple[Path, ...] = ()
-    batch: str | None = None
-    project: str | None = None
 
 
 @grouped
@@ -124,6 +123,10 @@ def distill(
         list[Path] | None, typer.Option(metavar="FILE", help="Results of the lines of FILE; several times at will.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="DIR", help="The directory to make.")] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="Whose lines FILE holds (id or name): what they train is that project's alone."),
+    ] = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Register it under this name.")] = None,
     accept_licence: Annotated[
         bool,
@@ -134,8 +137,9 @@ def distill(
 ) -> None:
     """Train a smaller model on what a model says: to draft for it, or to serve alone.
 
-    The lines of a batch are fetched with your key; a student of them is your project's alone. Ctrl-C keeps a
-    checkpoint, and --resume goes on. Makes DIR with report.md and loss.svg in DIR/distillation.
+    The lines of a batch are fetched with your key; a student of them is your project's alone, one of files everybody's
+    unless --project says whose they are. Ctrl-C keeps a checkpoint, and --resume goes on.
+    Makes DIR with report.md and loss.svg in DIR/distillation.
     """
     console, is_heads = server.console, student.startswith(_HEADS)
     if is_heads and name is not None:
@@ -143,9 +147,8 @@ def distill(
     spelled = absolute_model(teacher)
     licence = _confirmed(spelled, console, is_accepted=accept_licence)
     target = (out or Path(f"{Path(teacher).stem}-student")).expanduser().absolute()
-    if target.exists():
-        raise CommandError(f"{target} exists already; name another place, or remove it.", Exit.REFUSED)
-    found = _data(data, results or [], target, server)
+    training.check({"teacher": spelled, "student": _shape(student), "data": Path(data), "target": target})
+    found = found_data(data, results or [], target, project, server)
     argv = [spelled, str(target), "--student", _shape(student), "--data", str(found.file), *training.argv()]
     for path in found.results:
         argv += ["--results", str(path)]
@@ -155,7 +158,11 @@ def distill(
         with shown_phases(console) as told:
             done = engine_child.ask("engine.distill", argv, told, killed=_KILLED)
     except KeyboardInterrupt as error:
+        tell_left(found, target, console)
         raise CommandError("Stopped; the same command with --resume goes on.", Exit.INTERRUPTED) from error
+    except CommandError:
+        tell_left(found, target, console)
+        raise
     if is_heads:
         _tell_heads(console, done, target, teacher)
         return
@@ -164,7 +171,7 @@ def distill(
         {
             "KL to the teacher": f"{done['kl']} nats, same first token {100 * done['top1']:.1f} %",
             "Perplexity": f"{done['perplexity']}, the teacher's {done['teacher_perplexity']}",
-            "As a draft": f"{done['accepted_per_verify']} accepted tokens a verification, of 4 proposed",
+            "As a draft": _drafting(done, ", of 4 proposed"),
             "Tokens/s alone": f"{done['student_tokens_per_s']}, the teacher {done['teacher_tokens_per_s']}",
         }
     )
@@ -173,11 +180,17 @@ def distill(
     console.result({**done, "registered_as": registered})
 
 
+def _drafting(done: dict[str, Any], of: str = "") -> str:
+    if done["accepted_per_verify"] is None:
+        return f"not measured: {done['accepted_says']}"
+    return f"{done['accepted_per_verify']} accepted tokens a verification{of}"
+
+
 def _tell_heads(console: Console, done: dict[str, Any], target: Path, teacher: str) -> None:
     shares = ", ".join(f"{100 * share:.1f} %" for share in done["right"])
     console.fields(
         {
-            "As a draft": f"{done['accepted_per_verify']} accepted tokens a verification",
+            "As a draft": _drafting(done),
             "Right in held-out answers": f"{shares}: each head, with those before it",
         }
     )
@@ -218,47 +231,7 @@ def _shape(student: str) -> str:
     return student if student.startswith(("layers:", _HEADS)) else str(path.absolute())
 
 
-def _data(data: str, results: list[Path], target: Path, server: AdminOptions) -> _Data:
-    path = Path(data).expanduser()
-    if path.exists() or not data.startswith("batch_"):
-        if not path.is_file():
-            raise CommandError(f"--data {data} is neither a file nor a batch (batch_...).", Exit.USAGE)
-        return _Data(path.absolute(), tuple(one.expanduser().absolute() for one in results))
-    if results:
-        raise CommandError("A batch brings its own results: leave --results out.", Exit.USAGE)
-    with server.opened(roles=READING, purpose="models distill") as session:
-        client, batch = session.client, session.client.batch(data)
-        if batch["status"] not in _ENDED:
-            raise CommandError(f"{data} is {batch['status']}: a student learns from a batch that has ended.")
-        work = target.parent / f"{target.name}.distill"
-        fetched = []
-        for field in ("input_file_id", "output_file_id", "error_file_id"):
-            if batch.get(field):
-                fetched.append(work / f"{field.removesuffix('_file_id')}.jsonl")
-                with client.content(batch[field]) as chunks:
-                    _store(fetched[-1], chunks)
-    with fetched[0].open("rb") as file:
-        if file.read(4).startswith(_PACKED):
-            raise CommandError(
-                f"The input of {data} isn't plain JSONL; give its lines as JSONL with --data, and --results.",
-                Exit.REFUSED,
-            )
-    return _Data(fetched[0], tuple(fetched[1:]), data, batch["project_id"])
-
-
-def _store(path: Path, chunks: Iterator[bytes]) -> None:
-    scratch = path.with_name(f".{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-        scratch.replace(path)
-    except OSError as error:
-        raise CommandError(f"The batch can't be stored in {path.parent}: {error.strerror or error}.") from error
-
-
-def _registered(target: Path, name: str | None, data: _Data, server: AdminOptions) -> str | None:
+def _registered(target: Path, name: str | None, data: Data, server: AdminOptions) -> str | None:
     """Registers the student: as NAME, and where its data is a batch of an embedded stack as its path in any case."""
     from batchsvc.stack.prepare import located
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from engine.distill.errors import StoppedError
-from engine.distill.heads import PREFIX, HeadsRun
-from engine.distill.losses import DIRECTIONS
-from engine.distill.options import METHODS, PRECISIONS, Options
+from engine.distill.heads import HeadsRun
+from engine.distill.options import DIRECTIONS, HEADS_PREFIX, METHODS, PRECISIONS, Options
 from engine.distill.run import Run
 from engine.errors import EngineError
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
     try:
         options = Options(**(vars(args) | {"results": tuple(args.results)}))
-        kind = HeadsRun if options.student.startswith(PREFIX) else Run
+        kind = HeadsRun if options.student.startswith(HEADS_PREFIX) else Run
         _tell(kind(options, _tell, lambda: bool(stops)).run())
     except StoppedError as error:
         _tell({"stopped": str(error)})

@@ -18,14 +18,13 @@ FILE = "answers.jsonl"
 
 def drawn(lines: Sequence[Line], samples: int) -> list[Line]:
     """So many further lines for each, whose answers are to be drawn at temperature 1, as long as its own is."""
-    stride = max(line.number for line in lines) + 1
 
-    def again(line: Line, number: int) -> Line:
+    def again(line: Line, sample: int) -> Line:
         most = max(len(line.answer or ()), 1)
-        params = replace(line.params, max_tokens=most, temperature=1.0, top_p=1.0, seed=number)
-        return Line(number, line.prompt, None, params)
+        found = line._replace(answer=None, sample=sample)
+        return found._replace(params=replace(line.params, max_tokens=most, temperature=1.0, top_p=1.0, seed=found.key))
 
-    return [again(line, line.number + sample * stride) for sample in range(1, samples + 1) for line in lines]
+    return [again(line, sample) for sample in range(1, samples + 1) for line in lines]
 
 
 def answered(
@@ -43,31 +42,31 @@ def answered(
         return list(lines), 0
     kept = folder / FILE
     said = _read(kept)
-    left = [line for line in missing if line.number not in said]
+    left = [line for line in missing if line.key not in said]
     if left:
         engine = Engine(config)
-        requests = (Request(id=str(line.number), prompt_ids=line.prompt, params=line.params) for line in left)
+        requests = (Request(id=str(line.key), prompt_ids=line.prompt, params=line.params) for line in left)
         _end_line(kept)
         try:
             with kept.open("a", encoding="utf-8") as file:
                 for completion in engine.run(requests):
                     failed = completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-                    number, ids = int(completion.request_id), () if failed else completion.token_ids
-                    said[number] = ids
-                    file.write(json.dumps({"line": number, "answer": ids}) + "\n")
+                    key, ids = int(completion.request_id), () if failed else completion.token_ids
+                    said[key] = ids
+                    file.write(json.dumps({"key": key, "answer": ids}) + "\n")
                     file.flush()
-                    progress(len(missing) - len(left) + sum(line.number in said for line in left), len(missing))
+                    progress(len(missing) - len(left) + sum(line.key in said for line in left), len(missing))
         except OSError as error:
             raise DistillError(
                 f"The teacher's answers can't be written to {kept}: {error.strerror or error}."
             ) from error
-    found = [line if line.answer is not None else line._replace(answer=said[line.number]) for line in lines]
+    found = [line if line.answer is not None else line._replace(answer=said[line.key]) for line in lines]
     usable = [line for line in found if line.answer]
     return usable, len(found) - len(usable)
 
 
 def _read(path: Path) -> dict[int, tuple[int, ...]]:
-    """What was said before; a line that a killed run has begun counts for nothing."""
+    """What was said before, by key; a line that a killed run has begun counts for nothing."""
     said: dict[int, tuple[int, ...]] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").split("\n"):
@@ -75,7 +74,7 @@ def _read(path: Path) -> dict[int, tuple[int, ...]]:
                 value = json.loads(line)
             except ValueError:
                 continue
-            said[int(value["line"])] = tuple(value["answer"])
+            said[int(value["key"])] = tuple(value["answer"])
     return said
 
 

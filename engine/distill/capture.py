@@ -89,17 +89,17 @@ def capture(
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Captures (number, token ids, place of the first to be learned) of each line that isn't in `folder` yet."""
+    """Captures (key, token ids, place of the first to be learned) of each line that isn't in `folder` yet."""
     writer = Writer(folder)
     try:
-        for done, (number, token_ids, first) in enumerate(lines, 1):
-            if number not in writer.lines:
+        for done, (key, token_ids, first) in enumerate(lines, 1):
+            if key not in writer.lines:
                 with torch.inference_mode():
                     parts = [
-                        targets.draw(found, top=top, tail=tail, temperature=temperature, seed=_seed(seed, number, part))
+                        targets.draw(found, top=top, tail=tail, temperature=temperature, seed=_seed(seed, key, part))
                         for part, found in enumerate(scorer.logits(token_ids, first))
                     ]
-                writer.add(number, Example(tuple(token_ids), first, targets.joined(parts)))
+                writer.add(key, Example(tuple(token_ids), first, targets.joined(parts)))
             progress(done, len(lines))
     finally:
         writer.flush()  # also what was captured until somebody stopped it

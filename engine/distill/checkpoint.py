@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.distill.errors import DistillError
+from engine.distill.options import CHECKPOINT
 
-FILE = "checkpoint.safetensors"
+FILE = CHECKPOINT
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from engine.text import load_text
 WINDOW = 4
 """Tokens that a draft proposes at once when its acceptance is measured."""
 MOST_ANSWER_TOKENS = 128
+_LEAST_DRAFTED = 3
+"""Tokens of an answer of which one can be proposed: not the first, and not the last, which comes with it anyway."""
 Progress = Callable[[int, int], None]
 
 
@@ -35,10 +37,28 @@ class Acceptance:
     verifications: int
     drafted_tokens: int
     accepted_tokens: int
+    longest: int
+    """Tokens of the longest answer."""
 
     @property
     def per_verify(self) -> float | None:
         return self.accepted_tokens / self.verifications if self.verifications else None
+
+    def shown(self) -> dict[str, Any]:
+        """As the report has it; `accepted_says` tells why there is nothing to tell."""
+        says = None
+        if self.per_verify is None:
+            says = "nothing was proposed: "
+            if self.longest < _LEAST_DRAFTED:
+                says += f"the held-out answers have {self.longest} tokens at most, and drafts begin behind the first"
+            else:
+                says += "the answers ended before their texts were read, or there were no KV blocks to read them with"
+        return {
+            "verifications": self.verifications,
+            "accepted_tokens": self.accepted_tokens,
+            "accepted_per_verify": None if self.per_verify is None else round(self.per_verify, 3),
+            "accepted_says": says,
+        }
 
 
 def quality(teacher: str, student: str, lines: Sequence[Line], *, threads: int | None, progress: Progress) -> Quality:
@@ -58,16 +78,18 @@ def quality(teacher: str, student: str, lines: Sequence[Line], *, threads: int |
 
 
 def acceptance(config: EngineConfig, lines: Sequence[Line]) -> Acceptance:
-    """What `config.draft` proposes for `config.model` on these prompts, greedy answers, one stream."""
+    """What `config.draft` proposes for `config.model` on these prompts, greedy answers, one stream: wherever it can, be
+    that worth its time or not."""
     text = load_text(config.model)
     runner = ModelRunner(config)
-    drafter = drafting(config, runner, text, lambda sentence: None)
+    drafter = drafting(config, runner, text, lambda sentence: None, reads_all=True)
     speculation = Speculation(drafter, is_gated=False, most_draft=WINDOW)
     engine = Engine(config, runner=runner, text=text, speculation=speculation)
     for _ in engine.run(_requests(lines)):
         pass
     stats = engine.stats()
-    return Acceptance(stats.verifications, stats.drafted_tokens, stats.accepted_tokens)
+    longest = max(_params(line).max_tokens for line in lines)
+    return Acceptance(stats.verifications, stats.drafted_tokens, stats.accepted_tokens, longest)
 
 
 def tokens_per_s(config: EngineConfig, lines: Sequence[Line]) -> float:

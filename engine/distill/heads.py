@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engine.config import EngineConfig
-from engine.distill import evaluate, report, vocabulary
+from engine.distill import evaluate, vocabulary
 from engine.distill.capture import Scorer
 from engine.distill.checkpoint import Progress
-from engine.distill.errors import DistillError, memory_told
+from engine.distill.errors import DistillError
 from engine.distill.lines import Line
-from engine.distill.run import TEACHER_FORMAT, Run, multiplies_bf16
+from engine.distill.options import HEADS_PREFIX
+from engine.distill.run import TEACHER_FORMAT, TRAINED_BYTES, Run, multiplies_bf16
 from engine.distill.student import columns_of
 from engine.distill.train import Settings, train
 from engine.load.origin import FILE as ORIGIN
@@ -34,10 +35,11 @@ from engine.model.config import ModelConfig
 from engine.spec.heads_file import MOST_HEADS, Heads, save_heads
 from engine.spec.heads_loss import heads_loss, initial_parts, right_in_a_row
 
-PREFIX = "heads:"
 VOCABULARY = 4096
 """Tokens that heads propose, unless --draft-vocab says more or fewer: their matrix is most of what a head reads."""
 BATCH_ROWS = 512
+_LEAST_ROWS = 64
+"""Of a batch of its own: fewer at the end belong to the one before. A single row says nothing of what comes next."""
 _MOST_ROW = 60_000.0  # what float16 holds
 
 
@@ -61,40 +63,33 @@ class Batch(NamedTuple):
 class HeadsRun(Run):
     """The phases of such a run."""
 
-    def run(self) -> dict[str, Any]:
-        options = self._options
-        count = num_heads(options.student)
-        with memory_told("give fewer --lines, or a smaller --draft-vocab"):
-            trained_on, held_out = self._lines()
-            config, source = open_model(self._meta.path)
-            embedding = source.load("embedding.weight").float()
-            head = embedding if config.is_tied else source.load("head.weight").float()
-            lines = [*trained_on, *held_out]
-            scorer = self._scorer(lines)
-            rows = captured(scorer, trained_on, config.hidden, self._work / "rows.npy", self._phase("capture"))
-            size = options.draft_vocab or VOCABULARY
-            worth = torch.bincount(rows.next_ids, minlength=config.vocab_size).double()
-            ids = vocabulary.chosen(worth, size, self._meta.eos_ids)
-            parts = initial_parts(head[ids], num_heads=count, inner=config.hidden, seed=options.seed)
-            loss = rows_loss(parts, count, config, embedding, head[ids])
-            progress = self._learned(parts, loss, rows)
-            made = self._saved_heads(parts, ids, count, config, progress, len(trained_on))
-            found = self._judged(made, held_out)
-            found |= {
-                "right": right_shares(scorer, parts, count, config, embedding, ids, held_out[: options.eval_lines])
-            }
-            found |= {
-                "steps": progress.step,
-                "loss": round(progress.losses[-1], 4) if progress.losses else None,
-                "train_s": round(progress.seconds, 1),
-                "trained_lines": len(trained_on),
-                "held_out_lines": len(held_out),
-                "skipped_lines": self._skipped,
-            }
-            report.write(made / report.FOLDER, found, progress.losses)
-        made.replace(options.target)
-        shutil.rmtree(self._work, ignore_errors=True)
-        return {"path": str(options.target), **found}
+    _way_out = "give fewer --lines, or a smaller --draft-vocab"
+
+    def _check(self) -> None:
+        count, (config, _) = num_heads(self._options.student), open_model(self._meta.path)
+        size = min(self._options.draft_vocab or VOCABULARY, config.vocab_size)
+        frozen = (1 if config.is_tied else 2) * config.vocab_size * config.hidden + size * config.hidden
+        learned = size * config.hidden + count * 5 * config.hidden**2  # gate, up and down: 2, 2 and 1
+        self._check_memory(
+            4 * frozen + TRAINED_BYTES * learned, f"{count} heads", "take fewer, or a smaller --draft-vocab"
+        )
+
+    def _made(self, trained_on: Sequence[Line], held_out: Sequence[Line]) -> tuple[Path, Progress, dict[str, Any]]:
+        options, count = self._options, num_heads(self._options.student)
+        scorer = self._scorer([*trained_on, *held_out])
+        config, source = open_model(self._meta.path)
+        embedding = source.load("embedding.weight").float()
+        head = embedding if config.is_tied else source.load("head.weight").float()
+        rows = captured(scorer, trained_on, config.hidden, self._work / "rows.npy", self._phase("capture"))
+        worth = torch.bincount(rows.next_ids, minlength=config.vocab_size).double()
+        ids = vocabulary.chosen(worth, options.draft_vocab or VOCABULARY, self._meta.eos_ids)
+        parts = initial_parts(head[ids], num_heads=count, inner=config.hidden, seed=options.seed)
+        loss = rows_loss(parts, count, config, embedding, head[ids])
+        progress = self._learned(parts, loss, rows)
+        made = self._saved_heads(parts, ids, count, config, progress, len(trained_on))
+        lines = held_out[: options.eval_lines]
+        right = right_shares(scorer, parts, count, config, embedding, ids, lines)
+        return made, progress, self._judged(made, held_out) | {"right": right}
 
     def _scorer(self, lines: Sequence[Line]) -> Scorer:
         most = max(len(line.prompt) + len(line.answer or ()) for line in lines)
@@ -109,7 +104,11 @@ class HeadsRun(Run):
             checkpoint_steps=max(options.checkpoint_steps, 100),  # steps are short
             is_reduced=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16()),
         )
-        self._tell({"say": f"An epoch has {-(-len(rows.owners) // BATCH_ROWS):,} steps of {BATCH_ROWS} tokens."})
+        if len(rows.owners) < _LEAST_ROWS:
+            raise DistillError(
+                f"The answers have {len(rows.owners)} tokens, and heads need {_LEAST_ROWS} or more: give more lines."
+            )
+        self._tell({"say": f"An epoch has {pieces(len(rows.owners)):,} steps of about {BATCH_ROWS} tokens."})
 
         def batch(number: int) -> Batch:
             return batch_of(rows, number, options.seed)
@@ -129,7 +128,8 @@ class HeadsRun(Run):
             vocab_size=config.vocab_size,
             parts=parts | {"ids": ids.int()},
         )
-        save_heads(made, heads, {"model": self._options.teacher})
+        save_heads(made, heads, {"model": self._options.teacher, "project": self._project})
+        self._copy_licences(made)
         lineage = self._lineage(progress, lines) | {"heads": count}
         (made / ORIGIN).write_text(json.dumps(lineage, indent=2) + "\n", encoding="utf-8")
         return made
@@ -150,15 +150,13 @@ class HeadsRun(Run):
         return {
             "object": "model.distillation",
             "teacher": options.teacher,
-            "verifications": accepted.verifications,
-            "accepted_tokens": accepted.accepted_tokens,
-            "accepted_per_verify": None if accepted.per_verify is None else round(accepted.per_verify, 3),
+            **accepted.shown(),
         }
 
 
 def num_heads(student: str) -> int:
     """Of `heads:N`. Raises DistillError."""
-    text = student.removeprefix(PREFIX)
+    text = student.removeprefix(HEADS_PREFIX)
     count = int(text) if text.isdecimal() and len(text) < 3 else 0
     if not 1 <= count <= MOST_HEADS:
         raise DistillError(f"--student {student} can't be: N is between 1 and {MOST_HEADS} heads.")
@@ -168,37 +166,44 @@ def num_heads(student: str) -> int:
 def captured(
     scorer: Scorer, lines: Sequence[Line], hidden: int, path: Path, progress: Callable[[int, int], None]
 ) -> Rows:
-    """The rows that these answers were said of; what an earlier run had of them is in the file already. A row behind a
-    norm is never zero, so one that is wasn't written yet."""
+    """The rows that these answers were said of. What an earlier run had of them is in the file already: behind each row
+    lies a number that is written when all rows of its text are."""
     answers = [line.answer or () for line in lines]
     ends = np.cumsum([len(answer) for answer in answers]).tolist()
     try:
         values = np.lib.format.open_memmap(
-            path, mode="r+" if path.exists() else "w+", dtype=np.float16, shape=(ends[-1], hidden)
+            path, mode="r+" if path.exists() else "w+", dtype=np.float16, shape=(ends[-1], hidden + 1)
         )
     except (OSError, ValueError) as error:
         raise DistillError(f"The teacher's rows can't be kept in {path}: {error}.") from error
-    if values.shape != (ends[-1], hidden):
+    if values.shape != (ends[-1], hidden + 1):
         raise DistillError(f"{path} has rows of other lines; remove it, and go on with --resume.")
     with torch.inference_mode():
         for done, (line, start, end) in enumerate(zip(lines, [0, *ends], ends, strict=False), 1):
-            if not values[start:end].any(axis=1).all():
+            if not values[start:end, hidden].all():
                 found = scorer.rows((*line.prompt, *(line.answer or ())), len(line.prompt))
-                values[start:end] = found.clamp(-_MOST_ROW, _MOST_ROW).half().numpy()
+                values[start:end, :hidden] = found.clamp(-_MOST_ROW, _MOST_ROW).half().numpy()
+                values[start:end, hidden] = 1
             progress(done, len(lines))
     return Rows(
-        values,
+        values[:, :hidden],
         torch.tensor([token for answer in answers for token in answer]),
         torch.repeat_interleave(torch.arange(len(answers)), torch.tensor([len(answer) for answer in answers])),
     )
 
 
+def pieces(rows: int) -> int:
+    """How many batches so many rows are."""
+    whole, rest = divmod(rows, BATCH_ROWS)
+    return max(whole + (rest >= _LEAST_ROWS), 1)
+
+
 def batch_of(rows: Rows, number: int, seed: int) -> Batch:
     """Batch `number` of the endless row of epochs, each of which sees all rows once, in an order of its own."""
-    count = -(-len(rows.owners) // BATCH_ROWS)
+    count = pieces(len(rows.owners))
     epoch, place = divmod(number, count)
     piece = int(np.random.default_rng((seed, epoch)).permutation(count)[place])
-    part = slice(piece * BATCH_ROWS, (piece + 1) * BATCH_ROWS)
+    part = slice(piece * BATCH_ROWS, None if piece == count - 1 else (piece + 1) * BATCH_ROWS)
     return Batch(torch.from_numpy(rows.values[part].astype(np.float32)), rows.next_ids[part], rows.owners[part])
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.distill.errors import DistillError
+from engine.distill.options import MOST_SAMPLES
 from engine.errors import EngineError, RequestError
 from engine.request import SamplingParams
 from engine.text import TextModel
@@ -25,12 +26,19 @@ DEFAULT_ANSWER_TOKENS = 256
 
 
 class Line(NamedTuple):
-    """`number` in the file, from 1; `answer` None: there is none yet, and `params` are how it is asked for."""
+    """`number` in the file, from 1; `answer` None: there is none yet, and `params` are how it is asked for. `sample`: 0
+    for its own answer, then further ones."""
 
     number: int
     prompt: tuple[int, ...]
     answer: tuple[int, ...] | None
     params: SamplingParams
+    sample: int = 0
+
+    @property
+    def key(self) -> int:
+        """Of number and sample: that of no other line of the file."""
+        return self.number * (MOST_SAMPLES + 1) + self.sample
 
 
 @dataclass(slots=True)
@@ -62,9 +70,11 @@ def read_lines(data: Path, results: Sequence[Path], text: TextModel, *, most: in
     for path in results:
         for _, line in _lines(path):
             value = _object(line)
-            number = wanted.get(value.get("custom_id")) if value is not None else None
-            if number is not None and value is not None:
-                answers[number] = value
+            custom_id = None if value is None else value.get("custom_id")
+            if not isinstance(custom_id, str):
+                found.skipped["results that name no line"] += 1
+            elif custom_id in wanted:
+                answers[wanted[custom_id]] = value
     for number, value in values.items():
         _add(found, number, value, answers.get(number), text)
     if not found.usable:
@@ -81,7 +91,7 @@ def _add(found: Lines, number: int, value: dict[str, Any], result: Any, text: Te
     except _UnusableError as error:
         found.skipped[str(error)] += 1
         return
-    except EngineError:
+    except (EngineError, UnicodeError):  # half a surrogate is no text
         found.skipped["can't be rendered"] += 1
         return
     room = text.meta.context_tokens - len(prompt)
@@ -177,5 +187,5 @@ def _params(body: dict[str, Any], number: int) -> SamplingParams:
             seed=int(body.get("seed") or number),
             ignore_eos=body.get("ignore_eos") is True,
         )
-    except (TypeError, ValueError, RequestError) as error:
+    except (TypeError, ValueError, OverflowError, RequestError) as error:
         raise _UnusableError("with parameters that can't be run") from error

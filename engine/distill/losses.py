@@ -7,8 +7,6 @@ from torch.nn.functional import cross_entropy
 
 from engine.distill.targets import Targets
 
-DIRECTIONS = ("forward", "reverse", "both")
-"""Of the divergence: forward makes a student cover what the teacher might say, reverse keeps it to what is likely."""
 NOTHING = -1
 """In place of a column that a student's head doesn't have."""
 

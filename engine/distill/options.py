@@ -1,22 +1,35 @@
-"""What a distillation is asked to do, and what of it a resumed run must share with the one that it goes on from."""
+"""What a distillation is asked to do, and what of it a run that goes on must share with what was begun; no torch."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from engine.distill.errors import DistillError
-from engine.distill.losses import DIRECTIONS
 
+DIRECTIONS = ("forward", "reverse", "both")
+"""Of the divergence: forward makes a student cover what the teacher might say, reverse keeps it to what is likely."""
+HEADS_PREFIX = "heads:"
+MOST_SAMPLES = 64
 METHODS = ("soft", "transcripts", "both")
 PRECISIONS = ("auto", "float32", "bf16")
 DEFAULT_MINUTES = 60.0
 
+CHECKPOINT = "checkpoint.safetensors"
+_RUN = "run.json"
 _FREE = {"threads", "resume", "checkpoint_steps", "pack_tokens", "target", "licence", "eval_lines"}
-"""What may change when a run goes on; the beginnings of all others are in what was captured or trained."""
+"""What may change when a run goes on."""
+_TRAINING = {"student", "method", "kl", "draft_vocab", "embeddings", "steps", "minutes", "lr", "precision"}
+"""What may change at the price of what was trained; the beginnings of all others are in what was captured."""
+_STUDENTS_ALONE = ("method", "kl", "temperature", "embeddings")
+"""What heads have no use for: they learn from the teacher's own rows, beside its embedding and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +90,21 @@ class Options:
         check(self.seed >= 0, "seed", "0 or more")
         check(self.pack_tokens >= 64, "pack_tokens", "at least 64")
         check(0 < self.holdout < 1, "holdout", "above 0 and below 1")
-        check(0 <= self.samples <= 64, "samples", "between 0 and 64")
+        check(0 <= self.samples <= MOST_SAMPLES, "samples", f"between 0 and {MOST_SAMPLES}")
         check(self.lines >= 2, "lines", "at least 2")
         check(self.eval_lines >= 1, "eval_lines", "at least 1")
         check(self.checkpoint_steps >= 1, "checkpoint_steps", "at least 1")
         check(self.threads is None or self.threads >= 1, "threads", "at least 1")
+        for field in fields(self):
+            if self.is_heads and field.name in _STUDENTS_ALONE and getattr(self, field.name) != field.default:
+                spelled = {"embeddings": "train-embeddings"}.get(field.name, field.name)
+                raise DistillError(
+                    f"--{spelled} has no effect on heads, which learn from the teacher's own rows: leave it out."
+                )
+
+    @property
+    def is_heads(self) -> bool:
+        return self.student.startswith(HEADS_PREFIX)
 
     @property
     def bound_minutes(self) -> float | None:
@@ -106,33 +129,66 @@ class Options:
         return found
 
 
-def enter(options: Options, teacher_digest: str) -> Path:
-    """The folder of this run, new or found again. Raises DistillError in one sentence where it can't be."""
+def check_place(options: Options) -> None:
+    """Raises DistillError in one sentence where a run can't begin, or go on, at its place."""
     work = options.work
     if options.target.exists():
         raise DistillError(f"{options.target} exists already; name another place, or remove it.")
-    file, wanted = work / "run.json", options.fixed(teacher_digest)
+    has_begun = (work / _RUN).exists()
+    if has_begun and not options.resume:
+        raise DistillError(f"{work} holds an unfinished run: go on with --resume, or remove it.")
+    if options.resume and not has_begun:
+        raise DistillError(f"There is no unfinished run at {work}; leave out --resume to begin one.")
+
+
+@contextmanager
+def entered(options: Options, teacher_digest: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of this run, new or found again, which is this process's alone meanwhile. What was trained with other
+    options is removed, which is said. Raises DistillError in one sentence where it can't be."""
+    check_place(options)
+    work = options.work
     try:
-        if file.exists():
-            if not options.resume:
-                raise DistillError(f"{work} holds an unfinished run: go on with --resume, or remove it.")
-            known = json.loads(file.read_text(encoding="utf-8"))
-            for name, value in wanted.items():
-                if known.get(name) != value:
-                    raise DistillError(
-                        f"{work} holds a run with another {name.replace('_', '-')}: give the same again with --resume, "
-                        "or remove it."
-                    )
-            return work
-        if options.resume and not work.exists():
-            raise DistillError(f"There is no unfinished run at {work}; leave out --resume to begin one.")
-        work.mkdir(parents=True, exist_ok=True)
-        scratch = work / ".run.json"
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        work.chmod(0o700)  # what it holds are a project's lines
+        lock = os.open(work, os.O_RDONLY)
+    except OSError as error:
+        raise DistillError(f"{work} can't be used: {error.strerror or error}.") from error
+    try:
+        _lock(lock, work)
+        _agree(work, options.fixed(teacher_digest), say)
+        yield work
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: int, work: Path) -> None:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise DistillError(f"Another run is at work in {work}: wait for its end, or name another place.") from error
+
+
+def _agree(work: Path, wanted: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Compares what was begun here with what is wanted now, and notes that."""
+    file = work / _RUN
+    try:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else wanted
+        others = [name for name, value in wanted.items() if known.get(name) != value]
+        for name in others:
+            if name not in _TRAINING:
+                raise DistillError(
+                    f"{work} holds a run with another {name.replace('_', '-')}: give the same again with --resume, or "
+                    "remove it."
+                )
+        if others and (work / CHECKPOINT).exists():
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            say(f"Training begins anew, as {named} is another than before; answers and what was captured are kept.")
+            (work / CHECKPOINT).unlink()
+        scratch = work / f".{_RUN}"
         scratch.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
         scratch.replace(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise DistillError(f"{work} can't be used: {error}.") from error
-    return work
 
 
 def _sha256(path: Path) -> str:

@@ -30,6 +30,8 @@ _ROWS = (
 def markdown(report: Mapping[str, Any]) -> str:
     """The figures as a table."""
     rows = [f"| {name} | {'' if report.get(key) is None else report[key]} |" for key, name in _ROWS]
+    if report.get("accepted_says"):
+        rows.append(f"\nAs a draft it isn't measured: {report['accepted_says']}.")
     head = f"Student of {report['teacher']}, measured on lines that it hasn't seen, in float32; speeds of this machine."
     return "\n".join([head, "", "| | |", "|---|---|", *rows, ""])
 

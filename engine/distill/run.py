@@ -17,7 +17,7 @@ from engine.distill.capture import Scorer, capture
 from engine.distill.checkpoint import Progress
 from engine.distill.errors import DistillError, StoppedError, memory_told
 from engine.distill.lines import Line, read_lines
-from engine.distill.options import Options, enter
+from engine.distill.options import Options, check_place, entered
 from engine.distill.pack import Pack
 from engine.distill.shards import Dataset
 from engine.distill.student import Student, columns_of, head_of
@@ -32,12 +32,14 @@ from engine.quant.save import save_plain
 from engine.text import TextModel, load_text
 
 TEACHER_FORMAT = "bf16"
-_TRAINED_BYTES = 16  # a float32 number, its gradient and AdamW's two
+TRAINED_BYTES = 16  # a float32 number, its gradient and AdamW's two
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 class Run:
     """The phases of one run. `is_stopped` is asked all the time."""
+
+    _way_out = "give fewer --lines, or a smaller --pack-tokens"
 
     def __init__(self, options: Options, tell: Tell, is_stopped: Callable[[], bool]) -> None:
         self._options = options
@@ -46,33 +48,46 @@ class Run:
         self._text: TextModel = load_text(locate(options.teacher))
         self._meta: ModelMeta = self._text.meta
         self._project = self._bound_project()
-        self._work = enter(options, self._meta.digest)
+        self._work = options.work
         self._skipped = 0
 
     def run(self) -> dict[str, Any]:
-        """Makes the student; what came of it. Raises EngineError in one sentence."""
+        """Makes the student; what came of it. Raises EngineError in one sentence, of what can't be before anything is
+        computed."""
         options = self._options
-        with memory_told("give fewer --lines, or a smaller --pack-tokens"):
-            trained_on, held_out = self._lines()
-            self._captured(trained_on)
-            begun = student.begin(self._meta.path, options.student)
-            self._check_memory(begun)
-            dataset = Dataset(self._work / "capture", pack_tokens=options.pack_tokens, seed=options.seed)
-            ids = self._draft_ids(dataset)
-            progress = self._trained(begun, dataset, ids)
-            made = self._saved(begun, ids, progress, len(trained_on))
-            found = self._measured(made, held_out) | {
-                "steps": progress.step,
-                "loss": round(_last_mean(progress.losses), 4),
-                "train_s": round(progress.seconds, 1),
-                "trained_lines": len(trained_on),
-                "held_out_lines": len(held_out),
-                "skipped_lines": self._skipped,
-            }
-            report.write(made / report.FOLDER, found, progress.losses)
-        made.replace(options.target)
-        shutil.rmtree(self._work, ignore_errors=True)
+        check_place(options)
+        with memory_told(self._way_out):
+            self._check()
+            with entered(options, self._meta.digest, lambda sentence: self._tell({"say": sentence})):
+                trained_on, held_out = self._lines()
+                made, progress, found = self._made(trained_on, held_out)
+                found |= {
+                    "steps": progress.step,
+                    "loss": round(_last_mean(progress.losses), 4),
+                    "train_s": round(progress.seconds, 1),
+                    "trained_lines": len(trained_on),
+                    "held_out_lines": len(held_out),
+                    "skipped_lines": self._skipped,
+                }
+                report.write(made / report.FOLDER, found, progress.losses)
+                made.replace(options.target)
+                shutil.rmtree(self._work, ignore_errors=True)
         return {"path": str(options.target), **found}
+
+    def _check(self) -> None:
+        """Raises EngineError for what can't be trained, by its shape or for want of memory."""
+        self._begun()
+
+    def _made(self, trained_on: Sequence[Line], held_out: Sequence[Line]) -> tuple[Path, Progress, dict[str, Any]]:
+        """The directory of what was trained, how it went, and what was measured on the lines kept apart."""
+        options = self._options
+        self._captured(trained_on)
+        begun = self._begun()
+        dataset = Dataset(self._work / "capture", pack_tokens=options.pack_tokens, seed=options.seed)
+        ids = self._draft_ids(dataset)
+        progress = self._trained(begun, dataset, ids)
+        made = self._saved(begun, ids, progress, len(trained_on))
+        return made, progress, self._measured(made, held_out)
 
     def _bound_project(self) -> str | None:
         """Who alone may use the student: whose data it learns from, and whose its teacher is."""
@@ -111,7 +126,7 @@ class Run:
         scorer = Scorer(str(self._meta.path), most, weight_format=TEACHER_FORMAT, threads=options.threads)
         capture(
             scorer,
-            [(line.number, (*line.prompt, *(line.answer or ())), len(line.prompt)) for line in lines],
+            [(line.key, (*line.prompt, *(line.answer or ())), len(line.prompt)) for line in lines],
             self._work / "capture",
             top=options.top,
             tail=options.tail,
@@ -120,15 +135,20 @@ class Run:
             progress=self._phase("capture"),
         )
 
-    def _check_memory(self, begun: Student) -> None:
+    def _begun(self) -> Student:
+        """The student before its first lesson, where memory holds its training."""
+        begun = student.begin(self._meta.path, self._options.student)
         learned = student.trainable(begun, embeddings=self._options.embeddings)
-        needed = _TRAINED_BYTES * sum(one.numel() for one in learned.values())
-        needed -= 4 * sum(one.numel() for one in learned.values())  # is there already
+        needed = (TRAINED_BYTES - 4) * sum(one.numel() for one in learned.values())  # the numbers are there already
+        self._check_memory(needed, "this student", "take fewer layers, or leave out --train-embeddings")
+        return begun
+
+    def _check_memory(self, needed: int, what: str, way_out: str) -> None:
         free = available_bytes()
         if needed > free:
             raise DistillError(
-                f"Training this student takes {needed / 1e9:,.1f} GB more memory and {free / 1e9:,.1f} GB are free: "
-                "take fewer layers, or leave out --train-embeddings."
+                f"Training {what} takes {needed / 1e9:,.1f} GB more memory and {free / 1e9:,.1f} GB are free: "
+                f"{way_out}."
             )
 
     def _draft_ids(self, dataset: Dataset) -> Tensor | None:
@@ -160,15 +180,18 @@ class Run:
         def more(folder: Path) -> None:
             if ids is not None:
                 write_draft_vocab(folder, ids.tolist())
-            if self._meta.path.is_dir():
-                for pattern in _LICENCES:
-                    for file in self._meta.path.glob(pattern):
-                        if file.is_file():
-                            shutil.copyfile(file, folder / file.name)
+            self._copy_licences(folder)
 
         parameters = sorted(begun.parameters.items())
         save_plain(made, self._meta, begun.config, begun.values, parameters, lineage, more)
         return made
+
+    def _copy_licences(self, folder: Path) -> None:
+        """Those of the teacher, if it is a directory."""
+        for pattern in _LICENCES:
+            for file in self._meta.path.glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, folder / file.name)
 
     def _lineage(self, progress: Progress, lines: int) -> dict[str, Any]:
         """Where what was trained comes from, and who may use it."""
@@ -205,9 +228,7 @@ class Run:
             "object": "model.distillation",
             "teacher": options.teacher,
             **evaluate.shown(found),
-            "verifications": accepted.verifications,
-            "accepted_tokens": accepted.accepted_tokens,
-            "accepted_per_verify": None if accepted.per_verify is None else round(accepted.per_verify, 3),
+            **accepted.shown(),
             "teacher_tokens_per_s": round(evaluate.tokens_per_s(alone, lines), 1),
             "student_tokens_per_s": round(evaluate.tokens_per_s(evaluate.of(alone, made), lines), 1),
         }

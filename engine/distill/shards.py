@@ -3,7 +3,7 @@
 A shard is a safetensors file that gets its name when it is whole, so what a killed run has finished counts. In memory
 stays a line of numbers for each example.
 
-    tokens   int32 [tokens of all]      lengths  int32 [examples, 3]: line, tokens, place of the first to be learned
+    tokens   int32 [tokens of all]      lengths  int64 [examples, 3]: key, tokens, place of the first to be learned
     ids      int32 [places, C]          log_p, weights  float32 [places, C]          entropy  float32 [places]
 """
 
@@ -52,7 +52,7 @@ class Writer:
         lengths = [(line, len(one.token_ids), one.first) for line, one in self._waiting]
         tensors = {
             "tokens": torch.tensor([token for one in examples for token in one.token_ids], dtype=torch.int32),
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
+            "lengths": torch.tensor(lengths, dtype=torch.int64),
             **dict(zip(_TARGETS, (found.ids.int(), *found[1:]), strict=True)),
         }
         known = paths(self._folder)

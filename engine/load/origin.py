@@ -12,9 +12,10 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.load.fetch import KNOWN_MODELS
-from engine.load.meta import ModelMeta, read_json
+from engine.load.meta import HEADS_FILE, ModelMeta, read_json
 
 FILE = "batchsvc.json"
+_HEADS_CONFIG = "heads.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,26 @@ def project_of(path: Path) -> str | None:
     found = read_json(file).get("project")
     if found is not None and not (isinstance(found, str) and found):
         raise ModelError(f"{file} doesn't say whose the model is (project).")
+    return found
+
+
+def draft_project_of(path: Path) -> str | None:
+    """The project whose requests alone what lies at `path` may draft for, be it a model or heads; None: it may for all.
+
+    Heads say it in their own heads.json, as they may be copied to the files of a model that everybody uses. Raises
+    ModelError where it can't be told.
+    """
+    project = project_of(path)
+    if not (path / HEADS_FILE).is_file():
+        return project
+    file = path / _HEADS_CONFIG
+    found = read_json(file).get("project", "")
+    if found is None:
+        return project
+    if not (isinstance(found, str) and found):
+        raise ModelError(f"{file} doesn't say whose lines have trained the heads (project); train them again.")
+    if project not in (None, found):
+        raise ModelError(f"{file} names another project than {FILE} beside it; give each a directory of its own.")
     return found
 
 

@@ -41,10 +41,20 @@ def speculation_for(
     return Speculation(drafting(config, runner, text, say), salt=config.draft_salt)
 
 
-def drafting(config: EngineConfig, runner: ModelRunner, text: TextModel, say: Callable[[str], None]) -> Proposer:
-    """The draft model or the heads that a configuration names, on the memory of `runner`."""
+def drafting(
+    config: EngineConfig,
+    runner: ModelRunner,
+    text: TextModel,
+    say: Callable[[str], None],
+    *,
+    reads_all: bool = False,
+) -> Proposer:
+    """The draft model or the heads that a configuration names, on the memory of `runner`. A draft model that
+    `reads_all` reads any text for any answer (to measure it)."""
     heads = heads_directory(config)
-    return draft_model(config, runner, text, say) if heads is None else heads_on(runner, heads, config.model)
+    if heads is not None:
+        return heads_on(runner, heads, config.model)
+    return draft_model(config, runner, text, say, reads_all=reads_all)
 
 
 def heads_directory(config: EngineConfig) -> Path | None:
@@ -64,6 +74,14 @@ def heads_directory(config: EngineConfig) -> Path | None:
     if config.spec == "heads":
         raise ConfigError(f"{config.model} has no heads beside its weights, and draft names none: {_WAY_TO_HEADS}.")
     return None
+
+
+def draft_directory(config: EngineConfig) -> Path | None:
+    """Where what is to propose lies: a draft model, or heads, which may be among the model's own files; None: nothing
+    but the look-up proposes. Raises ConfigError as `heads_directory` does."""
+    if config.spec in ("off", "ngram"):
+        return None
+    return heads_directory(config) or (None if config.draft is None else Path(config.draft))
 
 
 def draft_bytes_of(config: EngineConfig) -> int:
@@ -99,7 +117,12 @@ def heads_on(runner: ModelRunner, directory: Path, model: str) -> HeadsProposer:
 
 
 def draft_model(
-    config: EngineConfig, runner: ModelRunner, text: TextModel, say: Callable[[str], None]
+    config: EngineConfig,
+    runner: ModelRunner,
+    text: TextModel,
+    say: Callable[[str], None],
+    *,
+    reads_all: bool = False,
 ) -> DraftProposer:
     """The draft model that a configuration names, in the memory of `runner`."""
     from engine.loaded import from_files
@@ -120,7 +143,7 @@ def draft_model(
         overlap=False,
     )
     drafter = ModelRunner(own, say, loaded=from_files(own, drafts=True), pool=runner.pool)
-    return DraftProposer(drafter, config.block_tokens)
+    return DraftProposer(drafter, config.block_tokens, reads_all=reads_all)
 
 
 def _has_same_vocabulary(text: TextModel, other: TextModel) -> bool:

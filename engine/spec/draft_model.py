@@ -24,6 +24,7 @@ from engine.spec.costs import StepCosts, seconds
 
 MOST_READ = 256
 """Tokens read in one step, beside those that are proposed."""
+_MOST_READ_OF_ALL = 2048
 _WORTH = 16
 """Unread tokens for each one that may still come: a longer text isn't worth reading for so short an answer. A draft
 reads a token in about a hundredth of the time of a step of the model, and saves a share of a step with each."""
@@ -61,14 +62,16 @@ class _Draft:
 
 
 class DraftProposer:
-    """Grades say how far behind the text a token is."""
+    """Grades say how far behind the text a token is. `reads_all`, for measurements: every text is worth reading, and is
+    read in pieces as large as a step's."""
 
     first_odds = (0.6,) * _GRADES
     is_free = False
 
-    def __init__(self, runner: DraftRunner, block_tokens: int) -> None:
+    def __init__(self, runner: DraftRunner, block_tokens: int, *, reads_all: bool = False) -> None:
         self._runner = runner
         self._block_tokens = block_tokens
+        self._reads_all = reads_all
         self._loans: Loans | None = None
         self._drafts: dict[str, _Draft] = {}
         self._costs = StepCosts()
@@ -128,6 +131,8 @@ class DraftProposer:
             self._loans.give_back(draft.blocks)
 
     def _is_worth(self, seq: RunningSequence) -> bool:
+        if self._reads_all:
+            return True
         draft = self._drafts.get(seq.id)
         unread = len(seq.tokens) - (0 if draft is None else draft.computed)
         return unread <= _WORTH * (seq.max_outputs - seq.num_outputs)
@@ -144,7 +149,7 @@ class DraftProposer:
 
     def _read(self, sequences: Sequence[RunningSequence], found: dict[str, list[int]]) -> list[RunningSequence]:
         """Reads what is new of each text, as far as a step goes; those that were read to their end have a token."""
-        left = MOST_READ + len(sequences)
+        left = (_MOST_READ_OF_ALL if self._reads_all else MOST_READ) + len(sequences)
         chunks = []
         for seq in sequences:
             unread = len(seq.tokens) - self._drafts[seq.id].computed

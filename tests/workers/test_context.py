@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import models
@@ -15,16 +16,19 @@ from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
-from engine.errors import QualityError
+from engine.config import Formats
+from engine.errors import ModelError, QualityError
 from engine.load import fetch
 from engine.load.meta import read_meta
 from engine.load.origin import FILE
 from engine.quality import kept
 from engine.quality.measure import Reference
+from engine.spec.heads_file import Heads, save_heads
+from engine.spec.heads_loss import initial_parts
 from tests.batchsvc.batches.planned import jsonl, line, make_planned
 from tests.engine.quality.made import made_quality
 from tests.tiny import make_tiny_model
-from workers.context import ControlRun, draft_salt, open_engine_run
+from workers.context import ControlRun, draft_salt, engine_config, open_engine_run
 
 
 def test_a_shipped_model_is_located_by_the_process_that_plans(
@@ -81,4 +85,40 @@ def test_a_draft_of_a_project_drafts_for_its_requests_alone(migrated_url: str, t
     assert draft_salt(database, tmp_path / "mine") == salt
     with pytest.raises(UnavailableError, match="proj_gone, which isn't one of this service's"):
         draft_salt(database, tmp_path / "gone")
+    database.dispose()
+
+
+def test_heads_among_the_files_of_a_model_draft_for_their_project_alone(
+    sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    """Who copies them there need not copy batchsvc.json: heads.json names the project, too."""
+    tiny = make_tiny_model(tmp_path / "tiny")
+    shape = {"model_digest": read_meta(tiny).digest, "hidden": 64, "vocab_size": 384}
+    parts = initial_parts(torch.randn(64, 64), num_heads=1, inner=32, seed=1) | {"ids": torch.arange(64).int()}
+    made = Heads(num_heads=1, inner=32, parts=parts, **shape)
+    settings = sqlite_settings.model_copy(update={"model": str(tiny), "threads": 1})
+    migrate.upgrade(settings.database_url)
+    database = Database(settings.database_url)
+    with database.transaction() as session:
+        project = accounts.create_project(session, "mine")
+        known, salt = project.id, project.salt
+
+    def drafts_for() -> str | None:
+        return engine_config(settings, database, tiny, Formats("float32", "float32")).draft_salt
+
+    assert drafts_for() is None, "there are no heads"
+    save_heads(tiny, made, {"project": None})
+    assert drafts_for() is None
+    save_heads(tiny, made, {"project": known})
+    assert drafts_for() == salt
+    save_heads(tiny, made, {"project": "proj_gone"})
+    with pytest.raises(UnavailableError, match="proj_gone, which isn't one of this service's"):
+        drafts_for()
+    save_heads(tiny, made, {})
+    with pytest.raises(ModelError, match="doesn't say whose lines have trained the heads"):
+        drafts_for()
+    save_heads(tiny, made, {"project": known})
+    (tiny / FILE).write_text(json.dumps({"project": "proj_other"}))
+    with pytest.raises(ModelError, match="names another project"):
+        drafts_for()
     database.dispose()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.distill import answers
 from engine.distill.errors import DistillError
-from engine.distill.lines import read_lines
+from engine.distill.lines import Line, read_lines
+from engine.distill.options import MOST_SAMPLES
+from engine.request import SamplingParams
 from engine.text import load_text
 
 
@@ -40,10 +45,13 @@ def test_answers_are_joined_and_what_failed_is_counted(tmp_path: Path, tiny_mode
         line(8, tools=[{"type": "function"}]),
         {**line(9), "response": result(9, "Lost.")["response"]},
         {"custom_id": "c10", "body": {"input": "vector"}},
+        line(11, max_tokens=math.inf),
+        line(12, messages=[{"role": "user", "content": "\ud800"}]),
     )
     cut = result(2)
     cut["response"]["body"]["choices"][0]["finish_reason"] = "length"
-    output = write(tmp_path / "out.jsonl", result(3), result(1, "Soon."), cut, result(99))
+    odd = (result(6, custom_id=["c6"]), {"custom_id": None}, "[1]")
+    output = write(tmp_path / "out.jsonl", result(3), result(1, "Soon."), cut, result(99), *odd)
     errors = write(
         tmp_path / "err.jsonl",
         result(4, response=None, error={"code": "batch_expired"}),
@@ -60,8 +68,11 @@ def test_answers_are_joined_and_what_failed_is_counted(tmp_path: Path, tiny_mode
         "no JSON objects": 1,
         "with tools or several answers": 1,
         "without messages or a prompt": 1,
+        "with parameters that can't be run": 1,
+        "can't be rendered": 1,
+        "results that name no line": 3,
     }
-    assert found.told().startswith("5 lines to learn from, 1 of them still to be answered by the teacher; 5 lines are")
+    assert found.told().startswith("5 lines to learn from, 1 of them still to be answered by the teacher; 10 lines are")
     first = next(one for one in found.usable if one.number == 1)
     assert list(first.prompt) == text.prompt_ids([{"role": "user", "content": "Where is order 1?"}])
     assert len(read_lines(data, [], text, most=2).usable) == 2
@@ -86,12 +97,21 @@ def test_the_teacher_answers_what_is_missing_once(tmp_path: Path, tiny_model: Pa
     assert unanswered == 0 and [len(one.answer or ()) for one in found if one.number != 2] == [9, 9]
     (tmp_path / "more").mkdir()
     more = answers.drawn(found, 2)
-    assert len({one.number for one in (*found, *more)}) == 9
+    assert len({one.key for one in (*found, *more)}) == 9
     said, _ = answers.answered(more, config, tmp_path / "more")
     assert all(1 <= len(one.answer or ()) <= 9 for one in said)
     kept = tmp_path / answers.FILE
     whole = kept.read_text()
-    kept.write_text(whole.splitlines()[0] + '\n{"line": 3, "ans')  # killed in the middle of a line
+    kept.write_text(whole.splitlines()[0] + '\n{"key": 195, "ans')  # killed in the middle of a line
     again, _ = answers.answered(lines, config, tmp_path)
     assert again == found, "the same seeds say the same"
-    assert [json.loads(row)["line"] for row in kept.read_text().splitlines() if row.endswith("}")] == [1, 3]
+    assert [json.loads(row)["key"] // 65 for row in kept.read_text().splitlines() if row.endswith("}")] == [1, 3]
+
+
+@given(kept=st.sets(st.integers(1, 70), min_size=1, max_size=6), samples=st.integers(1, MOST_SAMPLES))
+def test_a_further_answer_is_that_of_no_other_line(kept: set[int], samples: int) -> None:
+    """Whatever is held out of a file."""
+    lines = [Line(number, (1,), (2,), SamplingParams(max_tokens=9)) for number in range(1, 71)]
+    more = answers.drawn([line for line in lines if line.number in kept], samples)
+    keys = {one.key for one in lines} | {one.key for one in more}
+    assert len(keys) == len(lines) + len(kept) * samples and all(one.answer is None for one in more)

@@ -16,10 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from engine.config import EngineConfig
-from engine.distill import checkpoint
+from engine.distill import checkpoint, evaluate, report
 from engine.distill import run as run_module
 from engine.distill.errors import DistillError, StoppedError
-from engine.distill.options import Options
+from engine.distill.heads import HeadsRun
+from engine.distill.lines import Line
+from engine.distill.options import Options, entered
 from engine.distill.run import Run
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -52,9 +54,8 @@ def data(tmp_path: Path) -> Path:
 
 def options(teacher: Path, data: Path, **changes: Any) -> Options:
     given = {"steps": 12, "pack_tokens": 256, "precision": "float32", "threads": 1, "checkpoint_steps": 3, "lr": 3e-3}
-    return Options(
-        teacher=str(teacher), student="layers:2", data=data, target=data.parent / "made", **(given | changes)
-    )
+    given |= {"student": "layers:2"}
+    return Options(teacher=str(teacher), data=data, target=data.parent / "made", **(given | changes))
 
 
 def go(asked: Options, tell: Any = lambda line: None, is_stopped: Any = lambda: False) -> dict[str, Any]:
@@ -133,8 +134,8 @@ def test_a_run_that_was_stopped_or_killed_makes_the_same_student(teacher: Path, 
             go(replace(asked, resume=resume), tell, is_stopped)
     with pytest.raises(DistillError, match="unfinished run: go on with --resume"):
         go(asked)
-    with pytest.raises(DistillError, match="another lr"):
-        go(replace(asked, resume=True, lr=1e-3))
+    with pytest.raises(DistillError, match="another seed"):
+        go(replace(asked, resume=True, seed=1))
 
     def die(line: dict[str, Any]) -> None:
         if line.get("phase") == "train" and line["done"] == 8:
@@ -177,13 +178,58 @@ def test_bad_input_is_a_sentence(teacher: Path, data: Path, monkeypatch: pytest.
         ({"temperature": 0.0}, "--temperature can't be 0.0"),
         ({"holdout": 1.0}, "--holdout can't be"),
         ({"resume": True}, "no unfinished run"),
+        ({"student": "heads:2", "kl": "reverse"}, "--kl has no effect on heads"),
+        ({"student": "heads:2", "embeddings": True}, "--train-embeddings has no effect on heads"),
         ({"target": data.parent}, "exists already"),
     ):
         with pytest.raises(DistillError, match=says):
             go(replace(options(teacher, data), **changes))
+    told: list[dict[str, Any]] = []
+    with pytest.raises(DistillError, match="the teacher has 3 layers"):
+        go(options(teacher, data, student="layers:99"), told.append)
     monkeypatch.setattr(run_module, "available_bytes", lambda: 1000)
-    with pytest.raises(DistillError, match="GB more memory"):
-        go(options(teacher, data))
+    for kind, student in ((Run, "layers:2"), (HeadsRun, "heads:2")):
+        with pytest.raises(DistillError, match="GB more memory"):
+            kind(options(teacher, data, student=student), told.append, lambda: False).run()
+    assert not told and not options(teacher, data).work.exists(), "nothing was computed, nothing is left"
+
+
+def test_a_run_is_alone_in_its_folder_which_is_closed_to_others(teacher: Path, data: Path) -> None:
+    asked = options(teacher, data)
+    with entered(asked, "digest", print) as work:
+        assert work.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(DistillError, match="Another run is at work"):
+            go(replace(asked, resume=True))
+
+
+def test_what_only_training_depends_on_may_change(teacher: Path, data: Path) -> None:
+    asked, said = options(teacher, data), list[str]()
+    with entered(asked, "digest", said.append) as work:
+        checkpoint.save(work, checkpoint.Progress(step=3), {"a": torch.ones(1)})
+    with entered(replace(asked, resume=True, threads=2), "digest", said.append):
+        assert checkpoint.load(work) is not None and not said
+    with entered(replace(asked, resume=True, student="layers:1", lr=1e-3), "digest", said.append):
+        assert checkpoint.load(work) is None
+    assert said == [
+        "Training begins anew, as --student, --lr is another than before; answers and what was captured are kept."
+    ]
+    with entered(replace(asked, resume=True, student="layers:1", lr=1e-3), "digest", said.append):
+        assert len(said) == 1, "that is what is known now"
+    for changes, digest in (({"samples": 1}, "digest"), ({"project": "other"}, "digest"), ({}, "other")):
+        again = replace(asked, resume=True, student="layers:1", lr=1e-3, **changes)
+        with pytest.raises(DistillError, match="holds a run with another"), entered(again, digest, said.append):
+            pass
+
+
+def test_a_draft_of_long_prompts_and_short_answers_is_measured(teacher: Path, data: Path) -> None:
+    """However little it would be worth in a job; where nothing can be drafted, the report says why."""
+    config = EngineConfig(model=str(teacher), draft=str(teacher), spec="draft", num_blocks=128, device="cpu", threads=1)
+    line = Line(1, tuple(range(40, 340)), tuple(range(40, 46)), SamplingParams(max_tokens=6))
+    shown = evaluate.acceptance(config, [line]).shown()
+    assert shown["accepted_per_verify"] > 1 and shown["accepted_says"] is None
+    shown = evaluate.acceptance(config, [line._replace(answer=(40, 41))]).shown()
+    assert shown["accepted_per_verify"] is None and "have 2 tokens at most" in shown["accepted_says"]
+    assert "isn't measured: nothing was proposed: the held-out" in report.markdown({"teacher": "it", **shown})
 
 
 def test_a_draft_of_another_vocabulary_or_damaged_is_refused(teacher: Path, tmp_path: Path) -> None:

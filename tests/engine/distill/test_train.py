@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,10 +91,14 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
         run(tmp_path, parameters())
 
 
-def test_minutes_bound_a_run(tmp_path: Path) -> None:
-    mine = parameters()
-    end = train.train(mine, loss_of(mine), batch, Settings(minutes=0.01), tmp_path)
-    assert end.step >= train.PACE_STEPS and end.steps is not None and end.step <= end.steps
+def test_minutes_bound_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, ticks = parameters(), itertools.count(0.0, 5.0)  # 5 s a step
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    told: list[dict[str, Any]] = []
+    end = train.train(mine, loss_of(mine), batch, Settings(minutes=1), tmp_path, tell=told.append)
+    assert (end.step, end.steps, end.seconds) == (12, 12, 60.0)
+    assert [line["total"] for line in told] == [None] * train.PACE_STEPS + [12] * 6
+    assert [line["eta_s"] for line in told] == [55.0 - 5 * step for step in range(12)]
     with pytest.raises(DistillError, match="needs a bound"):
         train.train(mine, loss_of(mine), batch, Settings(), tmp_path)
 

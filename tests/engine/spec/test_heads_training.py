@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from engine.distill.errors import DistillError, StoppedError
 from engine.distill.heads import BATCH_ROWS, HeadsRun, Rows, batch_of, num_heads
 from engine.distill.options import Options
 from engine.engine import Engine
-from engine.load.origin import project_of
+from engine.load.origin import draft_project_of, project_of
 from engine.request import Request, SamplingParams
 from engine.spec.heads_file import read_heads
 
@@ -38,7 +39,11 @@ def options(tiny_model: Path, tmp_path: Path) -> Options:
     )  # fmt: skip
 
 
-def test_from_lines_to_heads_that_draft(options: Options, tiny_model: Path) -> None:
+def test_from_lines_to_heads_that_draft(options: Options, tiny_model: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_model, teacher)
+    (teacher / "NOTICE").write_text("By us.")
+    options = replace(options, teacher=str(teacher))
     told: list[dict[str, Any]] = []
     done = HeadsRun(options, told.append, lambda: False).run()
     assert {line["phase"] for line in told if "phase" in line} >= {"answers", "capture", "train"}
@@ -46,7 +51,8 @@ def test_from_lines_to_heads_that_draft(options: Options, tiny_model: Path) -> N
     assert len(losses) == 40 and losses[-1] < losses[0]
     assert done["steps"] == 40 and done["accepted_per_verify"] is not None and len(done["right"]) == 2
     assert (options.target / "distillation" / "loss.svg").exists() and not options.work.exists()
-    assert project_of(options.target) == "proj_1"
+    assert project_of(options.target) == draft_project_of(options.target) == "proj_1"
+    assert (options.target / "NOTICE").read_text() == "By us."
     config = EngineConfig(
         model=str(tiny_model), spec="heads", draft=str(options.target), num_blocks=64, threads=1, device="cpu"
     )
@@ -57,7 +63,7 @@ def test_from_lines_to_heads_that_draft(options: Options, tiny_model: Path) -> N
     (plain,) = Engine(replace(config, spec="off", draft=None)).run([request])
     assert found.token_ids == plain.token_ids and engine.stats().drafted_tokens > 0
     with pytest.raises(DistillError, match="exists already"):
-        HeadsRun(options, told.append, lambda: False)
+        HeadsRun(options, told.append, lambda: False).run()
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(options: Options, tmp_path: Path) -> None:
@@ -71,6 +77,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(options: Options, tmp
         asked = replace(options, steps=120, resume=options.work.exists())
         with pytest.raises(StoppedError):
             HeadsRun(asked, told, lambda phase=phase, times=times: seen.count(phase) >= times).run()
+        if phase == "capture":  # killed while the rows of the fourth line were written
+            rows = np.load(options.work / "rows.npy", mmap_mode="r+")
+            first = int((rows[:, -1] == 0).argmax())
+            rows[first : first + 20, :-1] = 1
     seen.clear()
     HeadsRun(replace(options, steps=120, resume=True), told, lambda: False).run()
     assert seen.count("train") < 120, "it goes on where it was stopped"
@@ -79,14 +89,17 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(options: Options, tmp
     assert (options.target / "heads.safetensors").read_bytes() == (whole.target / "heads.safetensors").read_bytes()
 
 
-def test_every_epoch_sees_every_row_once() -> None:
-    count = 3 * BATCH_ROWS + 17
+@pytest.mark.parametrize("rest", [1, 17, 64])
+def test_every_epoch_sees_every_row_once(rest: int) -> None:
+    """Where few are left at the end, they belong to the batch before: of a single one nothing can be learned."""
+    count = (3 if rest >= 64 else 4) * BATCH_ROWS + rest
     rows = Rows(np.arange(count, dtype=np.float16)[:, None], torch.arange(count), torch.zeros(count, dtype=torch.int64))
     for epoch in range(2):
         found = [batch_of(rows, 4 * epoch + place, seed=5) for place in range(4)]
         assert torch.cat([batch.next_ids for batch in found]).sort().values.equal(torch.arange(count))
     orders = [[int(batch_of(rows, 4 * epoch + place, seed=5).next_ids[0]) for place in range(4)] for epoch in range(6)]
     assert len({tuple(order) for order in orders}) > 1
+    assert all(len(batch.next_ids) >= 64 for batch in found)
 
 
 def test_a_wrong_number_of_heads_is_refused() -> None:

@@ -19,6 +19,7 @@ from engine.request import SamplingParams
 from engine.sched.costs import GUESS, Costs, decode_work, prompt_work
 
 _LEAST_TOKENS = 16  # of a prompt, in a step that would be empty without them
+_LEAST_BESIDE = 4  # of a prompt whose turn it is, in a step that others have filled
 
 
 @dataclass(slots=True)
@@ -26,8 +27,9 @@ class StepBudget:
     """Tokens that may still be computed in the step being planned, and the seconds that they may take.
 
     Interactive work comes first, and may exceed the seconds: all that decode, and prompts by `prompt_s`, which is kept
-    for them. If a part of a prompt is left over, batch work gets nothing. Batch work keeps to what remains, but for a
-    step that would be empty without it.
+    for them, the first of them by a few tokens at least. If a part of a prompt is left over, batch work gets nothing.
+    Batch work keeps to what remains, but for a step that would be empty without it, or in which it is due: then it gets
+    the next token of one sequence, or a few of a prompt.
     """
 
     tokens: int
@@ -36,6 +38,9 @@ class StepBudget:
     costs: Costs = GUESS
     spent_tokens: int = 0
     is_closed: bool = False  # to batch work
+    is_due: bool = False  # batch work, which had nothing for a while
+    has_prompt: bool = False  # tokens of an interactive prompt are computed
+    batch_tokens: int = 0  # of `spent_tokens`
 
     @property
     def is_bounded(self) -> bool:
@@ -44,36 +49,49 @@ class StepBudget:
 
     def takes_decode(self, start: int, *, is_interactive: bool) -> bool:
         """Whether the next token of a sequence may be computed, behind `start` others."""
-        if not self.tokens or (self.is_closed and not is_interactive):
+        if not self.tokens:
             return False
-        if is_interactive or not self.is_bounded or not self.spent_tokens:
+        if is_interactive or self._owes_batch:
+            return True
+        if self.is_closed:
+            return False
+        if not self.is_bounded or not self.spent_tokens:
             return True
         return self.costs.of(decode_work(start)) <= self.seconds
 
     def chunk_tokens(self, start: int, wanted: int, *, is_interactive: bool) -> int:
         """How many of the `wanted` next tokens of a prompt may be computed, behind `start` others."""
-        if self.is_closed and not is_interactive:
+        has_turn = not self.has_prompt if is_interactive else self._owes_batch
+        if self.is_closed and not is_interactive and not has_turn:
             return 0
         most = min(wanted, self.tokens)
         if self.is_bounded:
             seconds = max(self.seconds, self.prompt_s) if is_interactive else self.seconds
-            least = 0 if self.spent_tokens else _LEAST_TOKENS
+            least = (_LEAST_BESIDE if has_turn else 0) if self.spent_tokens else _LEAST_TOKENS
             most = min(most, max(self.costs.prompt_tokens(start, seconds), least))
         if is_interactive and most < wanted:
             self.is_closed = True
         return most
 
-    def spend(self, tokens: int, start: int = 0, *, is_decode: bool = False) -> None:
+    def spend(self, tokens: int, start: int = 0, *, is_decode: bool = False, is_interactive: bool = False) -> None:
         """So many tokens of a sequence are computed, behind `start` others."""
         assert 0 < tokens <= self.tokens, f"{tokens} tokens of a budget of {self.tokens}"
         self.tokens -= tokens
         self.spent_tokens += tokens
+        if not is_interactive:
+            self.batch_tokens += tokens
+        elif not is_decode:
+            self.has_prompt = True
         if not self.is_bounded:
             return
         seconds = self.costs.of((decode_work if is_decode else prompt_work)(start, tokens))
         self.seconds -= seconds
         if not is_decode:
             self.prompt_s -= seconds
+
+    @property
+    def _owes_batch(self) -> bool:
+        return self.is_due and not self.batch_tokens
 
 
 class Load(NamedTuple):

@@ -6,13 +6,16 @@ The targets are the time to the first token (TTFT) and the time between two toke
 2. As long as interactive requests come, any step takes at most TTFT / 3: one that arrives waits for the step in flight,
    then for its own, and a third is left for a prompt that needs several and for another one that came at once. Where
    a further step is launched before the last one is read, it is TTFT / 4.
-3. Interactive work is never held back by batch work. Within the limit it comes first, its prompts in pieces that leave
-   the others' tokens in time, but never less than a quarter of the limit; batch work gets what remains, and nothing
-   while a part of an interactive prompt is left over.
-4. Without targets, or when no interactive request was there for 60 s of steps, steps are full: nothing is lost.
+3. Interactive work is never held back by batch work. Within the limit it comes first: its decodes all, its prompts in
+   pieces that leave the others' tokens in time, but never less than a quarter of the limit, and a few tokens of the
+   first one whatever the limit. So steps may be longer where interactive work alone fills them. Batch work gets what
+   remains, and nothing while a part of an interactive prompt is left over.
+4. Batch work that got nothing in 16 steps gets the next token of one sequence, or a few of one prompt, in the next one.
+5. Without targets, or when no interactive request was there for 60 s of steps, steps are full: nothing is lost.
 
 Steps vary, so the limit is divided by how much longer than predicted three in a thousand of the last steps were. A step
-that would be empty takes a little batch work all the same: targets that can't be reached stop nothing for good.
+that would be empty takes a little batch work all the same. So targets that can't be reached make work slow, and keep
+none of it from its end.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ _PROMPT_SHARE = 0.25  # of the limit, which interactive prompts may take whateve
 _LATE_SHARE = 0.003  # of steps, which may be longer than what is reckoned with
 _LEARNS = 0.02  # by so much more is reckoned with after a step that was longer
 _MOST_SPREAD = 2.0
+_PATIENCE = 16  # bounded steps without batch work, after which it is due
 
 
 class Dial:
@@ -40,17 +44,24 @@ class Dial:
         self._measured = MeasuredCosts()
         self._spread = 1.2
         self._quiet_s = math.inf
+        self._last = StepBudget(0)
+        self._starved = 0  # bounded steps in a row without batch work
 
     def budget(self, tokens: int, *, is_interactive: bool, is_answering: bool) -> StepBudget:
         """Of the next step, of at most so many tokens. `is_interactive`: an interactive request is there;
         `is_answering`: one has its first token."""
         if is_interactive:
             self._quiet_s = 0.0
+        if self._last.spent_tokens:
+            has_starved = self._last.is_bounded and not self._last.batch_tokens
+            self._starved = self._starved + 1 if has_starved else 0
         limit_s = min(self._ttft_s, self._itl_s if is_answering else math.inf) / self._spread
         if self._quiet_s > QUIET_S or limit_s == math.inf:
-            return StepBudget(tokens)
-        costs = self._measured.costs
-        return StepBudget(tokens, limit_s - costs.step_s, _PROMPT_SHARE * limit_s, costs)
+            self._last = StepBudget(tokens)
+        else:
+            costs, is_due = self._measured.costs, self._starved >= _PATIENCE
+            self._last = StepBudget(tokens, limit_s - costs.step_s, _PROMPT_SHARE * limit_s, costs, is_due=is_due)
+        return self._last
 
     @property
     def is_set(self) -> bool:

@@ -167,7 +167,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step. None: nothing to compute before a commit or an add."""
         step = Step(self._next_step, self._budget())
-        drafts = self._speculation.drafts(self._running, step.budget.tokens) if self._speculation is not None else {}
+        drafts: Mapping[str, tuple[int, ...]] = {}
+        if self._speculation is not None:  # trials are no ballast
+            is_bounded = step.budget.is_bounded
+            drafts = self._speculation.drafts(self._running, step.budget.tokens, only_interactive=is_bounded)
         preemptions = self.counters.preemptions
         for is_interactive in (True, False):
             lane = [seq for seq in self._running if seq.is_interactive == is_interactive]
@@ -350,8 +353,6 @@ class Scheduler:
         """Adds the next `num_tokens` of the sequence to the step, and of `draft` what leaves a block for each other."""
         if num_tokens <= 0:
             return
-        if draft and step.budget.is_bounded and not seq.is_interactive:
-            draft = ()  # trials are no ballast
         if draft:
             room = self._tables.room(seq) - num_tokens - len(self._running) * self._block_tokens
             draft = draft[: max(min(room, step.budget.tokens - num_tokens), 0)]

@@ -58,7 +58,7 @@ class Step:
             pooling=seq.request.pooling,
             history=tuple(seq.tokens[:start]) if samples and seq.request.params.has_penalties else (),
         )
-        self.budget.spend(num_rows, start, is_decode=chunk.is_decode)
+        self.budget.spend(num_rows, start, is_decode=chunk.is_decode, is_interactive=seq.is_interactive)
         self.shares.append(Share(seq, seq.num_preemptions, end, samples))
         self.chunks.append(chunk)
 

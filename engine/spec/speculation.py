@@ -43,16 +43,19 @@ class Speculation:
         self._steps = 0
         self._tried_at = 0  # the step of the last trial
 
-    def drafts(self, running: Sequence[RunningSequence], step_tokens: int) -> dict[str, tuple[int, ...]]:
+    def drafts(
+        self, running: Sequence[RunningSequence], step_tokens: int, *, only_interactive: bool = False
+    ) -> dict[str, tuple[int, ...]]:
         """What may be computed on trial in a step of at most `step_tokens`, by sequence id: behind those that decode
-        and whose tokens are all known. All that decode still get their own token."""
+        and whose tokens are all known, perhaps only interactive ones. All that decode still get their own token."""
         self._steps += 1
         if self._loans is not None and (self._loans.is_due or not running):
             self._proposer.give_back()
         if len(running) > MOST_SEQUENCES:
             return {}
         decodes = [seq for seq in running if seq.num_pending == 1]
-        sequences = [seq for seq in decodes if not seq.num_unread and self._may_draft(seq)]
+        asking = [seq for seq in decodes if seq.is_interactive or not only_interactive]
+        sequences = [seq for seq in asking if not seq.num_unread and self._may_draft(seq)]
         num_decodes = len(decodes)
         most_tokens = min(step_tokens, MOST_ROWS) - num_decodes
         if not sequences or most_tokens <= 0:

@@ -105,6 +105,35 @@ def test_targets_that_cant_be_reached_stop_nothing_for_good() -> None:
     assert {name[0] for name in order[:3]} == {"u"}
 
 
+@pytest.mark.parametrize("itl_s", [0.0015, 0.012])
+def test_prompts_and_batch_work_go_on_beside_an_answer_that_takes_all_the_time(itl_s: float) -> None:
+    """A quarter of the limit is less than the cost of one prompt token, or there is no time beside one decode."""
+    dial = Dial(itl_s=itl_s)
+    harness = Harness(num_blocks=400, block_tokens=16, step_tokens=64, dial=dial)
+    harness.add(request("endless", [9] * 5, 4000, lane=Lane.INTERACTIVE, ignore_eos=True))
+    run_step(harness, dial)
+    harness.add(request("call", [8] * 40, 3, lane=Lane.INTERACTIVE, ignore_eos=True))
+    harness.add(request("batch", [7] * 10, 3, ignore_eos=True))
+    taken = [sizes(run_step(harness, dial)) for _ in range(16)]
+    assert all(found["endless"] == 1 for found in taken)
+    assert "call" in harness.finished and all(found["call"] == 4 for found in taken[:10])
+    for _ in range(100):
+        plan = run_step(harness, dial)
+        assert seconds_of(plan) < 0.016, "a few tokens, no more"
+    assert "batch" in harness.finished
+    harness.assert_answers(["call", "batch"])
+
+
+def test_batch_work_alone_is_never_due() -> None:
+    """As long as calls may come, steps without any are what the limit allows."""
+    dial = Dial(ttft_s=0.15)
+    harness = busy_harness(dial)
+    harness.add(request("urgent", [9] * 5, 1, lane=Lane.INTERACTIVE))
+    for _ in range(40):
+        run_step(harness, dial)
+        assert not dial._last.is_due
+
+
 def test_more_is_reckoned_with_where_steps_vary_more() -> None:
     dial, work = Dial(itl_s=0.1), Work(rows=10, context_tokens=1000)
     usual = GUESS.step_s + GUESS.of(work)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import FinishReason
+from engine.cache.sequence import Sequence as RunningSequence
+from engine.request import FinishReason, Lane
+from engine.sched.dial import Dial
 from engine.sched.plan import StepResult
+from engine.spec.proposer import Grades
 from engine.spec.speculation import Speculation
 from engine.spec.verify import verified
 from tests.engine.oracle import EOS, answer, request
@@ -61,6 +66,29 @@ def test_drafts_change_no_answer(
         seq = harness.finished[name]
         if seq.error_code != "kv_capacity_exceeded":
             assert (seq.output_ids, seq.finish_reason) == answer(made)
+
+
+def test_no_drafts_are_made_for_batch_work_in_steps_that_are_bounded() -> None:
+    looked: list[str] = []
+
+    class Watched(Guesser):
+        def look(self, sequences: Sequence[RunningSequence], most_tokens: Sequence[int]) -> list[Grades]:
+            looked.extend(seq.id for seq in sequences)
+            return super().look(sequences, most_tokens)
+
+    guesser = Watched(1.0)
+    harness = Harness(speculation=Speculation(guesser, is_gated=False), dial=Dial(itl_s=0.5))
+    batch = request("batch", [3, 4, 5], 60, ignore_eos=True)
+    call = request("call", [6, 7], 30, lane=Lane.INTERACTIVE, ignore_eos=True)
+    add(harness, guesser, batch, call)
+    while "call" not in harness.finished:
+        assert harness.launch() is not None
+        harness.commit()
+    assert set(looked) == {"call"}
+    assert harness.scheduler.counters.accepted_tokens > 0
+    harness.run()
+    assert "batch" in looked, "nothing bounds the steps when no call is there"
+    harness.assert_answers()
 
 
 def test_right_drafts_save_steps_and_are_counted() -> None:

@@ -5,7 +5,7 @@ Whose fault it was nobody knows, so a single crash blames nobody, and progress c
 sets a unit's crashes to 0, and its batch's.
 
 1. A unit that crashes twice in a row is suspect: its unfinished lines are split into two units. Suspects run alone
-   (one at a time, on one engine at a time), so from now on a crash has one cause.
+   (one at a time, on one engine at a time, with no interactive call beside them), so from now on a crash has one cause.
 2. A suspect that crashes is split again; one that makes progress isn't suspect any more.
 3. A suspect of one line that crashes twice is poison: an error line.
 
@@ -15,7 +15,9 @@ lines become a part as soon as they are finished, so it is in danger for fractio
 
 The brake pauses a batch, for an operator to look at, when it crashes more than 3 times in 10 minutes without any
 progress in between, or when more than 3 of its lines were poison within 10 minutes. Crashes less than 5 s apart are
-one: several engines that lose the database together are one incident.
+one: several engines that lose the database together are one incident. Where calls were open, one of them may be to
+blame, so the brake counts such crashes for suspects only. An engine that fails says whether calls were open; of a
+process that is killed its last heartbeat says it, so one that is killed by the first call after a while counts.
 """
 
 from __future__ import annotations

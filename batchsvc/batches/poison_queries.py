@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
-from batchsvc.batches import poison, progress_queries
+from batchsvc.batches import poison, progress_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.poison import Verdict
 from batchsvc.batches.tables import Batch, Unit
@@ -40,13 +40,15 @@ def end_leases(session: Session, which: ColumnElement[bool], *, delay_s: float =
         .with_for_update(skip_locked=skip_locked)
         .execution_options(populate_existing=True)
     ).all()
+    beside_calls = worker_queries.with_calls(session, {unit.owner for unit in units if unit.owner})
+    braking = {unit.batch_id for unit in units if unit.is_suspect or unit.owner not in beside_calls}
     for unit in units:
         unit.state, unit.owner, unit.ticket_ms = "ready", None, 0
         unit.not_before_ms = now + round(delay_s * 1000)
         unit.crash_count += 1
         if batches[unit.batch_id].status in _RUNNING:
             _judge(session, batches[unit.batch_id], unit)
-    for batch_id in sorted({unit.batch_id for unit in units}):
+    for batch_id in sorted(braking):
         _brake(batches[batch_id], now)
     return len(units)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import delete, exists, select, update
@@ -56,6 +57,12 @@ def notes(session: Session, since_ms: int) -> dict[str, str]:
     """What workers that are alive wait for, by the digest of their model; one of several."""
     alive = session.execute(select(Worker.model_digest, Worker.stats).where(Worker.beat_ms >= since_ms))
     return {digest: str(stats["note"]) for digest, stats in alive if stats and stats.get("note")}
+
+
+def with_calls(session: Session, worker_ids: Collection[str]) -> set[str]:
+    """Those of these workers that had calls open when they were last heard of."""
+    found = session.execute(select(Worker.id, Worker.stats).where(Worker.id.in_(worker_ids)))
+    return {worker_id for worker_id, stats in found if stats and stats.get("calls")}
 
 
 def is_beating(session: Session, host: str, pid: int, silent_s: float = 15) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from batchsvc.batches import poison, poison_queries, retry, unit_file, unit_queries
+from batchsvc.batches import poison, poison_queries, retry, unit_file, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Unit
 from batchsvc.batches.unit_queries import ClaimedUnit
@@ -155,6 +155,19 @@ def test_the_brake_pauses_a_batch_that_only_crashes_and_an_operator_resumes_it(w
         commit(world, got[0])
     assert Finalizer(world.settings, world.db, world.store, "fin").finalize(batch_id)
     world.judge(batch_id, Status.COMPLETED)
+
+
+def test_crashes_while_calls_were_open_make_suspects_and_pause_nothing(world: World) -> None:
+    batch_id = world.add_batch(num_lines=8, unit_lines=4)
+    with world.db.transaction() as session:
+        worker_queries.beat(session, "host:1:a", DIGEST, is_draining=False, stats={"calls": 2})
+    for _ in range(poison.CRASHES):
+        assert len(claim(world, limit=9)) == 2
+        assert crash(world) == 2
+    assert all(unit.is_suspect for unit in world.units(batch_id)) and world.batch(batch_id).crash_times is None
+    claim(world)
+    crash(world)
+    assert len(world.batch(batch_id).crash_times or ()) == 1, "no call ran beside a suspect"
 
 
 def test_many_poison_lines_pause_a_batch(world: World) -> None:

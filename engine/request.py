@@ -244,7 +244,8 @@ class NewText(NamedTuple):
 class StepOutput:
     """What one step brought: new tokens by request id (in order), and the requests that ended. `hit_tokens` comes with
     the first token of a request: what its usage will show. `choices` says to which of several answers each new token
-    belongs, `logprobs` are those of each, where they are asked for. `texts` are of streamed requests."""
+    belongs, `logprobs` are those of each, where they are asked for. `texts` are of streamed requests. `idle_s` is how
+    long the step only waited for another engine."""
 
     new_tokens: dict[str, list[int]] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
@@ -252,6 +253,7 @@ class StepOutput:
     choices: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     texts: dict[str, list[NewText]] = field(default_factory=dict)
+    idle_s: float = 0.0
 
     def add(self, request_id: str, token_id: int, choice: int | None, logprobs: TokenLogprobs | None) -> None:
         """A new token. `choice` None: the request has one answer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -44,12 +44,23 @@ class _OpenCall:
 class CallSource:
     """Carries calls between engine and API processes; at most `most_calls` are open at once."""
 
-    def __init__(self, *, engine: EngineOf, owner: str, most_calls: int, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        engine: EngineOf,
+        owner: str,
+        most_calls: int,
+        fingerprint: str | None = None,
+        may_take: Callable[[], bool] = lambda: True,
+        must_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.outbox: SimpleQueue[Said] = SimpleQueue()
         self._engine = engine
         self._owner = owner
         self._most_calls = most_calls
         self._fingerprint = fingerprint
+        self._may_take = may_take  # whether the engine could run a call now
+        self._must_wait = must_wait  # for batch work that runs alone
         self._lock = threading.Lock()
         self._open: dict[str, _OpenCall] = {}
         self._backlog: deque[Request] = deque()
@@ -59,9 +70,18 @@ class CallSource:
         with self._lock:
             return len(self._open)
 
+    def num_running(self) -> int:
+        """How many calls the engine was given that haven't ended."""
+        with self._lock:
+            return len(self._open) - len(self._backlog)
+
     def room(self) -> int:
         """How many more calls may be taken."""
-        return 0 if self.is_draining else max(0, self._most_calls - self.num_open())
+        return max(0, self._most_calls - self.num_open()) if self.takes_calls() else 0
+
+    def takes_calls(self) -> bool:
+        """Whether there is any use in sending calls here, be there room for one more or not."""
+        return not self.is_draining and self._may_take() and not self._must_wait()
 
     def open_calls(self) -> dict[str, list[str]]:
         """Ids of the open calls by the API process that waits for them."""
@@ -80,6 +100,9 @@ class CallSource:
                 self._backlog.append(to_request(call))
             except RequestError as error:
                 self._end(call.id, Failed(call.id, 400, error.code, str(error), error.param))
+            except Exception as error:  # one message must not end the worker, nor the other calls with it
+                log.warning("call.unusable", call=call.id, error=type(error).__name__)
+                self._end(call.id, Failed(call.id, 500, "engine_error", "The engine worker can't read this call."))
         self._engine.wake()
 
     def stop(self, call_ids: Iterable[str]) -> None:
@@ -113,6 +136,8 @@ class CallSource:
 
     def take(self, room: int) -> list[Request]:
         """All calls that the engine doesn't have yet, whatever the room: they don't stand behind what can wait."""
+        if self._must_wait():
+            return []
         with self._lock:
             taken = list(self._backlog)
             self._backlog.clear()

@@ -109,6 +109,8 @@ class Pump:
         self._generated: dict[str, Growing] = {}  # new tokens of those that have any
         self._withdrawn: set[str] = set()  # taken out of the engine, but their tokens are wanted
         self._leaving: set[str] = set()  # those of them that the engine hasn't let go of yet
+        self._is_filling = False  # sources have given requests that aren't inside yet
+        self._missed: set[str] = set()  # what was aborted meanwhile and wasn't inside: perhaps one of these
         self._mark = (0, 0)  # how far the engine was when it was last seen to move
         self._still_s = 0.0
         self._ended: deque[Completion | _Growth] = deque()
@@ -146,17 +148,24 @@ class Pump:
         """Take requests out of the engine; their completions are dropped. Thread-safe."""
         for request_id in request_ids:
             with self._lock:
-                inside = self._inside.pop(request_id, None) is not None
+                inside = self._leave(request_id)
                 self._generated.pop(request_id, None)
             if inside:
                 self._engine.abort(request_id)
         self._wake.set()
 
+    def _leave(self, request_id: str) -> bool:
+        """Whether a request was inside; it isn't any more. The caller holds the lock."""
+        inside = self._inside.pop(request_id, None) is not None
+        if not inside and self._is_filling:
+            self._missed.add(request_id)
+        return inside
+
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """As `abort`, but waits until the engine has let go of them, and what it generated until then stays known: at a
         drain no token is lost."""
         with self._lock:
-            inside = [request_id for request_id in request_ids if self._inside.pop(request_id, None) is not None]
+            inside = [request_id for request_id in request_ids if self._leave(request_id)]
             self._withdrawn.update(inside)
             self._leaving.update(inside)
         for request_id in inside:
@@ -204,7 +213,7 @@ class Pump:
                 continue
             began_s = monotonic_s()
             output = self._engine.step()
-            self.busy_s += monotonic_s() - began_s
+            self.busy_s += monotonic_s() - began_s - output.idle_s
             with self._lock:
                 self._note(output)
             if output.completions or output.texts:
@@ -254,8 +263,13 @@ class Pump:
             for name, expectation in source.announce():
                 self._engine.expect(name, expectation)
             room = self._waiting_requests - max(0, inside - self._running())
+            with self._lock:
+                self._is_filling = True
             for request in source.take(max(0, room)):
                 self._add(source, request)
+            with self._lock:
+                self._is_filling = False
+                self._missed.clear()
 
     def _running(self) -> int:
         stats: Stats = self._engine.stats()
@@ -263,13 +277,22 @@ class Pump:
 
     def _add(self, source: Source, request: Request) -> None:
         with self._lock:
+            if request.id in self._missed:
+                return
             self._inside[request.id] = _Inside(source, request.n)
         try:
             self._engine.add(request)
         except RequestError as error:
             with self._lock:
-                del self._inside[request.id]
-            source.refuse(request.id, error)
+                is_wanted = self._inside.pop(request.id, None) is not None
+                self._leaving.discard(request.id)
+            if is_wanted:
+                source.refuse(request.id, error)
+        else:
+            with self._lock:
+                is_wanted = request.id in self._inside
+            if not is_wanted:  # it was aborted just before the engine knew it
+                self._engine.abort(request.id)
         self._work.set()
 
     def crashed(self, error: Exception) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 from celery import bootsteps
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from batchsvc import failpoints
@@ -77,7 +77,7 @@ class EngineRun:
         note: Callable[[], str | None] | None = None,
     ) -> None:
         self.digest = digest
-        self._note = note or _nothing  # what the engine waits for, in a sentence; meanwhile nothing is claimed
+        self._note = note or _nothing  # what the engine waits for, in a sentence; meanwhile nothing is begun
         self._formats = formats  # None: the fake engine has no weights
         self._quality = quality
         self.owner = owner
@@ -88,6 +88,8 @@ class EngineRun:
         self._engine = engine
         self._signals = 0
         self._is_drained = False
+        self._has_crashed = False  # with what its units did: their leases end as crashes
+        self._open_at_failure: int | None = None  # calls
         self._seen_busy = (0.0, monotonic_s())  # at the last heartbeat: seconds that the engine was stepping, and when
         self._night = Night.from_settings(settings)
         self._ended = threading.Event()
@@ -102,7 +104,8 @@ class EngineRun:
             engine=self._pump,
             on_end=self._unit_ended,
             fingerprint=answers_by,
-            may_claim=lambda: self._note() is None,
+            may_claim=self._may_begin,
+            calls_run=lambda: self._calls.num_running() > 0,
         )
         self._leases = LeaseKeeper(
             self._lease_db,
@@ -144,7 +147,12 @@ class EngineRun:
             on_crash=self._pump.crashed,
         )
         self._calls = CallSource(
-            engine=self._pump, owner=owner, most_calls=settings.interactive_max, fingerprint=answers_by
+            engine=self._pump,
+            owner=owner,
+            most_calls=settings.interactive_max,
+            fingerprint=answers_by,
+            may_take=self._may_begin,
+            must_wait=self._units.holds_suspect,
         )
         self._lines = CallLines(
             settings.redis_url, self._calls, digest=digest, owner=owner, on_crash=self._pump.crashed
@@ -173,6 +181,9 @@ class EngineRun:
         self._lines.start()
         self._guard.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
+
+    def _may_begin(self) -> bool:
+        return self._note() is None
 
     def _register(self, session: Session) -> None:
         worker_queries.register(session, self.owner, self.digest)
@@ -206,9 +217,11 @@ class EngineRun:
             self._units.drain()
             self._wait_for_units(end_s - margin_s, unless=lambda: self._signals > 1 or self.failure is not None)
         has_failed = self.failure is not None
+        if has_failed:
+            self._tell_of_failure()
         # from here on no token is generated: what is saved now is all there is. Nobody waits for an engine that hangs.
         self._pump.stop(_LOOK_S if has_failed else margin_s / 4)
-        self._units.stop_all(crashed=has_failed)
+        self._units.stop_all(crashed=self._has_crashed)
         self._calls.stop_all()
         self._lines.stop(_LAST_WRITE_S)
         self._wait_for_units(end_s - margin_s / 4)
@@ -221,11 +234,29 @@ class EngineRun:
         self._lease_db.dispose()
         self._db.dispose()
 
+    def _tell_of_failure(self) -> None:
+        """Settle what the failure says of the units: nothing of a suspect that still waited for calls to end. For the
+        others the last heartbeat tells how many calls were open (batchsvc/batches/poison.py)."""
+        self._has_crashed = not (self._units.holds_suspect() and self._calls.num_running())
+        self._open_at_failure = self._calls.num_open()
+        if not self._open_at_failure:
+            return
+        try:
+            self._db.run(
+                lambda session: worker_queries.beat(
+                    session, self.owner, self.digest, is_draining=True, stats={"calls": self._open_at_failure}
+                )
+            )
+        except SQLAlchemyError as error:  # then it counts as if there had been none
+            log.warning("worker.calls_not_told", error=type(error).__name__)
+
     def _retire(self) -> None:
         """Give back what is left, and end as a worker. Like a killed process, one whose engine died marks its units."""
+        if self.failure is not None and self._open_at_failure is None:  # it failed since
+            self._tell_of_failure()
 
         def retire(session: Session) -> int:
-            left = unit_queries.release_all(session, self.owner, crashed=self.failure is not None)
+            left = unit_queries.release_all(session, self.owner, crashed=self._has_crashed)
             worker_queries.retire(session, self.owner)
             return left
 
@@ -273,7 +304,7 @@ class EngineRun:
         shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
         shown |= {
             "units": self._units.num_live(),
-            "calls": self._calls.num_open(),
+            "calls": self._calls.num_open() if self._open_at_failure is None else self._open_at_failure,
             "busy_ms": round(1000 * self._pump.busy_s),
             "busy_share": self._busy_share(),
             **self._engine.signals(),

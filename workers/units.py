@@ -55,7 +55,8 @@ class UnitSource:
     """Carries the lines of live units between engine and writer.
 
     `on_end` gets a unit whose last word is written, and whether it is done. `fingerprint` says what gives the answers.
-    `may_claim` says whether the engine could run another unit at all.
+    `may_claim` says whether the engine could run another unit at all, `calls_run` whether interactive calls are in it:
+    a suspect waits until they have ended.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class UnitSource:
         on_end: Callable[[ClaimedUnit, bool], None],
         fingerprint: str | None = None,
         may_claim: Callable[[], bool] = lambda: True,
+        calls_run: Callable[[], bool] = lambda: False,
     ) -> None:
         self._may_claim = may_claim
+        self._calls_run = calls_run
         self._db = db
         self._breaker = breaker
         self._engine = engine
@@ -124,6 +127,11 @@ class UnitSource:
         with self._changed:
             return len(self._live)
 
+    def holds_suspect(self) -> bool:
+        """Whether one of the live units is suspect: nothing else may run beside it."""
+        with self._changed:
+            return any(live.unit.is_suspect for live in self._live.values())
+
     # ---- the pump's side
 
     def announce(self) -> list[tuple[str, Expectation | None]]:
@@ -137,6 +145,8 @@ class UnitSource:
             parked = sum(len(live.allowance.parked) for live in self._live.values() if live.allowance)
             self._room = room - sum(row.row.num_answers for row in self._backlog) - parked
             self._changed.notify_all()
+        if self.holds_suspect() and self._calls_run():
+            return []
         requests: list[Request] = []
         while sum(request.n for request in requests) < room and not self._breaker.is_open and not self.is_draining:
             with self._changed:

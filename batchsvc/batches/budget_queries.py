@@ -1,7 +1,8 @@
 """SQL of budgets: what a batch reserves when it is planned, and what its units may spend before they spend it.
 
     start   reserves what the batch will probably cost, at most `max_cost`. Without room in the project's limits it
-            waits (`has_budget` false, its units aren't claimable) or fails, as its `on_quota` says.
+            waits (`has_budget` false, its units aren't claimable) or fails, as its `on_quota` says. None fails
+            for want of what interactive calls hold: soon they will have spent it, or not.
     grant   gives a leased unit a share of what the batch holds, and extends the reservation where limits allow it. The
             worker lets a line into the engine only if the most it can cost fits the grant, so nothing is overspent:
             what a batch was charged and what its units may yet spend is never more than what was reserved for it.
@@ -51,6 +52,7 @@ class Grant(NamedTuple):
 def start(session: Session, batch: Batch, high_nanos: int) -> Problem | None:
     """Settle reservation and `has_budget` of a batch whose planning ends. A problem: it must fail instead."""
     wanted = high_nanos if batch.max_cost_nanos is None else min(high_nanos, batch.max_cost_nanos)
+    coming_nanos = _coming_nanos(session, batch)
     room = billing.room_nanos(session, batch.project_id)
     if room is None:
         batch.reserved_nanos = wanted
@@ -62,7 +64,7 @@ def start(session: Session, batch: Batch, high_nanos: int) -> Problem | None:
     is_first = session.scalar(select(Batch.id).where(*_waits(session, batch.project_id)).limit(1)) is None
     if is_first and wanted <= room:
         batch.reserved_nanos = wanted
-    elif batch.on_quota == _FAIL:
+    elif batch.on_quota == _FAIL and not (is_first and wanted <= room + coming_nanos):
         return _refusal(f"{needs}, and {format_dollars(room)} of the budget or balance of its project are left.")
     else:
         batch.has_budget, batch.wanted_nanos = False, wanted
@@ -85,6 +87,7 @@ def grant(
         return None
     unit.is_metered = True
     others = _outstanding(session, batch.id, unit_id)
+    coming_nanos = _coming_nanos(session, batch)
     reach = unit.spent_nanos + batch.reserved_nanos - batch.cost_nanos - others
     cap = None if batch.max_cost_nanos is None else max(0, batch.max_cost_nanos - batch.reserved_nanos)
     missing = want_nanos - reach
@@ -102,7 +105,8 @@ def grant(
     if others > 0:
         return Grant(used_nanos, Verdict.LATER)
     is_capped = batch.max_cost_nanos is not None and lacks > batch.max_cost_nanos - batch.reserved_nanos
-    if is_capped or batch.on_quota == _FAIL or batch.status != Status.IN_PROGRESS:
+    is_final = batch.on_quota == _FAIL and lacks > coming_nanos
+    if is_capped or is_final or batch.status != Status.IN_PROGRESS:
         return Grant(used_nanos, Verdict.OVER)
     batch.has_budget, batch.wanted_nanos = False, lacks
     return Grant(used_nanos, Verdict.WAIT)
@@ -128,8 +132,12 @@ def admit(session: Session, batch_id: str) -> bool:
     batch = session.get(Batch, batch_id, with_for_update=True, populate_existing=True)
     if batch is None or batch.has_budget or batch.status != Status.IN_PROGRESS:
         return False
+    coming_nanos = _coming_nanos(session, batch)
     room, wanted_nanos = billing.room_nanos(session, batch.project_id), batch.wanted_nanos
     if room is not None and room < wanted_nanos:
+        if batch.on_quota == _FAIL and room + coming_nanos < wanted_nanos:
+            batch.has_budget, batch.wanted_nanos = True, 0  # no use in waiting: grants tell its lines so
+            return True
         return False
     if batch.max_cost_nanos is not None:  # its other units may have got money since
         wanted_nanos = min(wanted_nanos, max(0, batch.max_cost_nanos - batch.reserved_nanos))
@@ -137,6 +145,14 @@ def admit(session: Session, batch_id: str) -> bool:
         _extend(session, batch, wanted_nanos)
     batch.has_budget, batch.wanted_nanos = True, 0
     return True
+
+
+def _coming_nanos(session: Session, batch: Batch) -> int:
+    """What may come back to the project by itself, as calls that run hold it: no verdict is final where that would be
+    enough. To be read before the room, or a hold that ends in between would be missing in both; 0 where nobody asks."""
+    if batch.on_quota != _FAIL:
+        return 0
+    return billing.held_by_calls_nanos(session, batch.project_id)
 
 
 def _extend(session: Session, batch: Batch, amount_nanos: int) -> None:

@@ -12,13 +12,17 @@ _TEXTS = 4  # that a process keeps
 
 
 class NotHereError(Exception):
-    """The model isn't on this machine."""
+    """The model isn't on this machine, or another one is in its place."""
 
 
 @lru_cache(maxsize=_TEXTS)
-def text_here(path: str) -> TextModel:
-    """The text side of the model at a path. Raises NotHereError, or ModelError for one that can't be read."""
+def text_here(path: str, digest: str | None = None) -> TextModel:
+    """The text side of the model at a path, which must have this digest, if one is given. Raises NotHereError, or
+    ModelError for one that can't be read."""
     is_missing = cached_path(path) is None if path in KNOWN_MODELS else not Path(path).exists()
     if is_missing:
         raise NotHereError(path)
-    return load_text(locate(path))
+    text = load_text(locate(path))
+    if digest is not None and text.meta.digest != digest:
+        raise NotHereError(path)
+    return text

@@ -7,6 +7,7 @@ project until its call ends, or until it expires with a call whose process died.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy.orm import Session
 
@@ -53,16 +54,29 @@ def is_limited(session: Session, project_id: str) -> bool:
     return not service.limits_of(session, project_id).is_none
 
 
-def hold(session: Session, call: PricedCall, most_nanos: int, life_s: float) -> int | None:
-    """Hold the most that a call can cost, for as long as it may run. What the project has left, if that isn't enough:
-    then nothing is held. Holds that have expired are forgotten on the way."""
+class Lack(NamedTuple):
+    """What a project has left, which isn't enough, and what its other calls hold of its limits meanwhile."""
+
+    left_nanos: int
+    held_nanos: int
+
+
+def hold(session: Session, call: PricedCall, most_nanos: int, life_s: float) -> Lack | None:
+    """Hold the most that a call can cost, for so long or until it is renewed. If the project hasn't that much left,
+    nothing is held. Holds that have expired are forgotten on the way."""
     queries.drop_expired_holds(session, call.project_id, database_now_ms(session))
+    held_nanos = service.held_by_calls_nanos(session, call.project_id)  # before the room: a hold may end in between
     room = service.room_nanos(session, call.project_id)
     if room is not None and room < most_nanos:
-        return room
+        return Lack(room, held_nanos)
     expires_ms = database_now_ms(session) + round(life_s * 1000)
     queries.insert_hold(session, call.id, call.project_id, most_nanos, expires_ms)
     return None
+
+
+def renew_hold(session: Session, call_id: str, life_s: float) -> None:
+    """A call that holds something goes on for so long at least."""
+    queries.renew_hold(session, call_id, database_now_ms(session) + round(life_s * 1000))
 
 
 def drop_hold(session: Session, call_id: str) -> None:

@@ -43,7 +43,9 @@ def set_price(session: Session, body: SetPrice) -> dict[str, Any]:
 def balance(session: Session, project: str) -> dict[str, Any]:
     """What a project, given by id or name, has at this moment."""
     row = accounts.existing_project(session, project)
-    return balance_object(row, queries.funds(session, row.id), database_now_ms(session))
+    now_ms = database_now_ms(session)
+    held_nanos = queries.held_by_calls(session, row.id, now_ms)
+    return balance_object(row, queries.funds(session, row.id), now_ms, held_nanos)
 
 
 def post(

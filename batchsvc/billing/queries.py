@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, Text, column, delete, func, select, table, text
+from sqlalchemy import ColumnElement, Table, Text, column, delete, func, select, table, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -177,6 +177,11 @@ def insert_hold(session: Session, call_id: str, project_id: str, amount_nanos: i
     """Holds something for a call, once."""
     row = {"id": call_id, "project_id": project_id, "amount_nanos": amount_nanos, "expires_ms": expires_ms}
     _insert_once(session, CallHold, row, ("id",))
+
+
+def renew_hold(session: Session, call_id: str, expires_ms: int) -> None:
+    """Hold on to what is held for a call. One that was forgotten stays so: its call may have ended."""
+    session.execute(update(CallHold).where(CallHold.id == call_id).values(expires_ms=expires_ms))
 
 
 def drop_hold(session: Session, call_id: str) -> None:

@@ -88,9 +88,10 @@ def movement_object(moved: Moved) -> dict[str, Any]:
     }
 
 
-def balance_object(project: Project, funds: Funds, now_ms: int) -> dict[str, Any]:
-    """What a project has, holds and may spend now; `room_nanos` is null without a limit."""
+def balance_object(project: Project, funds: Funds, now_ms: int, held_nanos: int) -> dict[str, Any]:
+    """What a project has, holds and may spend now; `room_nanos` is null without a limit. `held_nanos`: by calls."""
     found = Limits(budget_nanos=project.budget_nanos, is_prepaid=project.is_prepaid)
+    room = limits.room_nanos(found, funds, now_ms)
     return {
         "object": "balance",
         "project_id": project.id,
@@ -99,5 +100,5 @@ def balance_object(project: Project, funds: Funds, now_ms: int) -> dict[str, Any
         "month_nanos": limits.charged_nanos(funds, now_ms),
         "budget_nanos": project.budget_nanos,
         "is_prepaid": project.is_prepaid,
-        "room_nanos": limits.room_nanos(found, funds, now_ms),
+        "room_nanos": None if room is None else max(0, room - held_nanos),
     }

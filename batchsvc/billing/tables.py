@@ -69,7 +69,7 @@ class UsageHour(Base):
     batch_id: Mapped[Id]
     hour_ms: Mapped[int] = mapped_column(BigInt, primary_key=True, autoincrement=False)
     model: Mapped[str] = mapped_column(String(255), primary_key=True)
-    call_group: Mapped[str] = mapped_column(String(320), primary_key=True)  # "" of a batch
+    call_group: Mapped[str] = mapped_column(String(320), primary_key=True, server_default="")  # "" of a batch
     project_id: Mapped[str] = mapped_column(String(64))
     api_key_id: Mapped[str] = mapped_column(String(64))
     tier: Mapped[str] = mapped_column(String(32))

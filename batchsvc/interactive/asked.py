@@ -17,6 +17,9 @@ from batchsvc.files.request_object import request_object
 from engine.errors import RequestError
 from engine.text import TextModel
 
+MOST_LOGPROBS = 200_000
+"""Of all answers of a call: tenths of a second of a process, and tens of megabytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
@@ -69,7 +72,22 @@ def ask(endpoint: str, body: Body, text: TextModel, *, default_max_tokens: int) 
         params = call.fit([len(ids)], Fitting(meta=text.meta, default_max_tokens=default_max_tokens))
     except RequestError as error:
         raise refused(error) from error
-    return Asked(prompt_ids=ids, params=params)
+    asked = Asked(prompt_ids=ids, params=params)
+    if params.get("logprobs") is not None:
+        _refuse_many_logprobs(asked, params["logprobs"])
+    return asked
+
+
+def _refuse_many_logprobs(asked: Asked, top: int) -> None:
+    """A batch takes them: it is read by nobody who waits, and written in parts."""
+    most = asked.most_output_tokens * (1 + top)
+    if most > MOST_LOGPROBS:
+        raise InvalidRequestError(
+            f"The answers can have {asked.most_output_tokens:,} tokens (n times max_tokens) with {1 + top} logprobs"
+            f" each, {most:,} in all; a call can have {MOST_LOGPROBS:,}: ask for fewer, or use a batch.",
+            code="invalid_value",
+            param="logprobs",
+        )
 
 
 def refused(error: RequestError) -> InvalidRequestError:

@@ -2,12 +2,14 @@
 
 Nothing is sent before the first text, so that whatever fails until then has a status of its own; afterwards a failure
 is the last thing in the stream. A client that goes away, or stops reading, ends its call: its worker is told, and
-nothing is charged.
+nothing is charged. Once the answer is whole it is charged and sent, however late it is: who is told of a failure isn't
+charged.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import structlog
@@ -21,7 +23,6 @@ from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.http.errors import response
 from batchsvc.interactive import service
-from batchsvc.interactive.line import Line
 from batchsvc.interactive.service import PreparedCall
 from batchsvc.interactive.shapes import stream_of, whole_body
 from batchsvc.interactive.switchboard import Switchboard
@@ -29,6 +30,9 @@ from batchsvc.interactive.wire import Ended
 from batchsvc.json_bytes import one_line_json
 from batchsvc.logs import where
 from batchsvc.settings import Settings
+
+_EVENTS = b"text/event-stream; charset=utf-8"
+_RENEW_S = service.HOLD_S / 3
 
 log = structlog.get_logger(__name__)
 
@@ -51,19 +55,20 @@ class CallResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._run(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
+        held = asyncio.create_task(self._go_on_holding())
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            held.cancel()
             gone.cancel()
             work.cancel()
-            ended, _ = await asyncio.gather(work, gone, return_exceptions=True)
+            ended, *_ = await asyncio.gather(work, gone, held, return_exceptions=True)
         if isinstance(ended, Exception):
             raise ended
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._settings.interactive_timeout_s):
-                await self._converse(send)
+            await self._converse(send)
         except TimeoutError:
             says = (
                 f"The answer wasn't whole after {self._settings.interactive_timeout_s:g} s, the most that a call has."
@@ -80,31 +85,36 @@ class CallResponse(Response):
             await self._let_go()
 
     async def _converse(self, send: Send) -> None:
+        async with asyncio.timeout(self._settings.interactive_timeout_s):
+            ended = await self._listen(send)
+        data = await _whole(lambda: self._charge(ended))
+        if self._call.streams:
+            await self._begin(send, _EVENTS)
+        else:
+            await self._begin(send, b"application/json", content_length=len(data))
+        await self._push(send, data, is_last=True)
+
+    async def _listen(self, send: Send) -> Ended:
+        """What the worker says, until the answer is whole; of a stream, its text is sent as it comes."""
         line = await self._switchboard.connect(self._call.digest, self._call.message(self._switchboard.id))
         task = asyncio.current_task()
         assert task is not None, "this runs in a task"
         line.on_overflow = task.cancel  # it may be stuck in sending
         try:
-            await (self._send_stream(line, send) if self._call.streams else self._send_whole(line, send))
+            while not isinstance(news := await line.next(), Ended):
+                for data in self._stream.grow(news.texts) if self._call.streams else ():
+                    await self._begin(send, _EVENTS)
+                    await self._push(send, data)
+            return news
         finally:
             self._switchboard.hang_up(line)
 
-    async def _send_whole(self, line: Line, send: Send) -> None:
-        while not isinstance(news := await line.next(), Ended):
-            pass
-        answered = await run_in_threadpool(service.charge, self._db, self._call, news)
-        data = one_line_json(whole_body(answered, news.completion))
-        await self._begin(send, b"application/json", content_length=len(data))
-        await self._push(send, data, is_last=True)
-
-    async def _send_stream(self, line: Line, send: Send) -> None:
-        while not isinstance(news := await line.next(), Ended):
-            for data in self._stream.grow(news.texts):
-                await self._begin(send, b"text/event-stream; charset=utf-8")
-                await self._push(send, data)
-        answered = await run_in_threadpool(service.charge, self._db, self._call, news)
-        await self._begin(send, b"text/event-stream; charset=utf-8")
-        await self._push(send, b"".join(self._stream.end(answered, news.completion)), is_last=True)
+    def _charge(self, ended: Ended) -> bytes:
+        """Put the answer into the books. What its client still has to get: made here, because it can be much."""
+        answered = service.charge(self._db, self._call, ended)
+        if self._call.streams:
+            return b"".join(self._stream.end(answered, ended.completion))
+        return one_line_json(whole_body(answered, ended.completion))
 
     async def _begin(self, send: Send, content_type: bytes, content_length: int | None = None) -> None:
         if self._has_begun:
@@ -130,6 +140,14 @@ class CallResponse(Response):
         else:
             await self._push(send, self._stream.fail(error), is_last=True)
 
+    async def _go_on_holding(self) -> None:
+        while self._call.is_held:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                await run_in_threadpool(service.keep_hold, self._db, self._call)
+            except SQLAlchemyError as error:  # it goes on for a while by itself
+                log.warning("call.not_held", call=self._call.priced.id, error=type(error).__name__)
+
     async def _let_go(self) -> None:
         if not self._call.is_held:
             return
@@ -137,6 +155,16 @@ class CallResponse(Response):
             await run_in_threadpool(service.let_go, self._db, self._call)
         except SQLAlchemyError as error:  # it expires by itself
             log.warning("call.still_held", call=self._call.priced.id, error=type(error).__name__)
+
+
+async def _whole(work: Callable[[], bytes]) -> bytes:
+    """What a thread makes. Whoever is cancelled meanwhile waits for it: nothing stops a thread."""
+    made = asyncio.ensure_future(run_in_threadpool(work))
+    try:
+        return await asyncio.shield(made)
+    except asyncio.CancelledError:
+        await asyncio.wait((made,))
+        raise
 
 
 async def _gone(receive: Receive) -> None:

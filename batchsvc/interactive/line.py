@@ -54,24 +54,28 @@ class Line:
             case Taken(worker=worker):
                 self.worker = worker
             case Failed():
-                self._is_over = True
                 self.fail(_error_of(news))
+                self._is_over = True
             case Grown(no=no) if no != self._num_grown:
                 self.fail(lost())
             case Grown():
-                self._num_grown += 1
-                self._waiting.append(news)
                 self._waiting_bytes += _bytes_of(news)
+                self._waiting.append(news)
+                self._num_grown += 1
             case Ended():
-                self._is_over = True
                 if news.num_grown == self._num_grown:
                     self._waiting.append(news)
                 else:
                     self.fail(lost())
+                self._is_over = True
         self._changed.set()
 
     def fail(self, error: ServiceError) -> None:
-        """There will be no answer: whoever reads next gets this error."""
+        """There will be no answer: whoever reads next gets this error. An answer that is whole stays."""
+        if not self._is_over:
+            self._break_off(error)
+
+    def _break_off(self, error: ServiceError) -> None:
         self._failure = self._failure or error
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -97,7 +101,7 @@ class Line:
 
     def overflow(self) -> None:
         """Its client reads too slowly."""
-        self.fail(UnavailableError("The answer was read too slowly, so it was ended.", code="slow_reader"))
+        self._break_off(UnavailableError("The answer was read too slowly, so it was ended.", code="slow_reader"))
         self.on_overflow()
 
 

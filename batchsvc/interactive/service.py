@@ -1,7 +1,7 @@
 """What surrounds a call: its model and prices, what it may cost, and what it did cost.
 
 A call is priced when it begins and charged when its whole answer is there, before the caller is told so. One that ends
-in any other way costs nothing.
+before that costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchsvc.billing import call_service
 from batchsvc.billing.call_service import PricedCall
 from batchsvc.billing.pricing import most_nanos
 from batchsvc.db.session import Database
-from batchsvc.errors import NoFundsError, NotFoundError, UnavailableError
+from batchsvc.errors import NoFundsError, NotFoundError, OverloadedError, UnavailableError
 from batchsvc.interactive.asked import Asked, Body, ask, read_body
 from batchsvc.interactive.shapes import Head
 from batchsvc.interactive.wire import Ended, NewCall
@@ -32,7 +32,8 @@ from engine.errors import ModelError
 from engine.text import TextModel
 
 _CACHE_STEP_TOKENS = 16  # cached tokens are billed in steps of so many, as those of a plan are
-_HOLD_MARGIN_S = 60
+HOLD_S = 30.0
+"""How long what a call may cost is held without a sign of it: so a process that died soon holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,9 @@ def prepare(db: Database, settings: Settings, caller: Caller, endpoint: str, dat
         )
         salt = accounts.salts(session, [caller.project_id])[caller.project_id]
         is_held = call_service.is_limited(session, caller.project_id)
-    asked = ask(endpoint, body, _text(model_id, path), default_max_tokens=settings.default_max_tokens)
+    asked = ask(endpoint, body, _text(model_id, path, digest), default_max_tokens=settings.default_max_tokens)
     if is_held:
-        _hold(db, settings, priced, asked)
+        _hold(db, priced, asked)
     return _prepared(digest, priced, asked, body, salt, is_held)
 
 
@@ -112,6 +113,11 @@ def let_go(db: Database, call: PreparedCall) -> None:
     """A call ended without an answer, or was charged already."""
     if call.is_held:
         db.run(lambda session: call_service.drop_hold(session, call.priced.id))
+
+
+def keep_hold(db: Database, call: PreparedCall) -> None:
+    """A call goes on: so does what is held for it."""
+    db.run(lambda session: call_service.renew_hold(session, call.priced.id, HOLD_S))
 
 
 def charge(db: Database, call: PreparedCall, ended: Ended) -> Answered:
@@ -144,26 +150,31 @@ def charge(db: Database, call: PreparedCall, ended: Ended) -> Answered:
     )
 
 
-def _hold(db: Database, settings: Settings, priced: PricedCall, asked: Asked) -> None:
+def _hold(db: Database, priced: PricedCall, asked: Asked) -> None:
     most = most_nanos(
         priced.rates,
         input_tokens=len(asked.prompt_ids),
         planned_cached_tokens=0,
         max_tokens=asked.most_output_tokens,
     )
-    life_s = settings.interactive_timeout_s + _HOLD_MARGIN_S
-    left = db.run(lambda session: call_service.hold(session, priced, most, life_s))
-    if left is not None:
-        raise NoFundsError(
-            f"This call can cost up to {format_dollars(most)}, and {format_dollars(left)} of the budget or balance of"
-            " its project are left: a lower max_tokens may fit.",
-            code="insufficient_quota",
+    lack = db.run(lambda session: call_service.hold(session, priced, most, HOLD_S))
+    if lack is None:
+        return
+    costs = f"This call can cost up to {format_dollars(most)}"
+    whose = "of the budget or balance of its project"
+    if most <= lack.left_nanos + lack.held_nanos:  # the others will cost less than the most that they could
+        says = (
+            f"{costs}; {format_dollars(lack.left_nanos)} {whose} are left, and {format_dollars(lack.held_nanos)} are"
+            " held for calls that run: try again soon, or with a lower max_tokens."
         )
+        raise OverloadedError(says, code="budget_held")
+    says = f"{costs}, and {format_dollars(lack.left_nanos)} {whose} are left: a lower max_tokens may fit."
+    raise NoFundsError(says, code="insufficient_quota")
 
 
-def _text(model_id: str, path: str) -> TextModel:
+def _text(model_id: str, path: str, digest: str) -> TextModel:
     try:
-        return text_here(path)
+        return text_here(path, digest)
     except (NotHereError, ModelError) as error:
         says = f"The model {model_id} isn't on the machine of this API server, which has to read its tokenizer."
         raise UnavailableError(says, code="model_not_available") from error

@@ -95,6 +95,7 @@ class _ChatStream:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._sent = _Sent()
+        self._fingerprint: str | None = None  # nobody knows it before the end
         self._may_call = "calls" in head.params
 
     def grow(self, texts: Iterable[NewText]) -> Iterator[bytes]:
@@ -107,6 +108,7 @@ class _ChatStream:
                 yield self._chunk(news.choice, {"content": news.text}, news.logprobs)
 
     def end(self, answered: Answered, completion: Completion) -> Iterator[bytes]:
+        self._fingerprint = answered.system_fingerprint
         shown = choices_of(completion, answered.params, ident=answered.line_ident)
         for choice, (whole, end) in enumerate(zip(completion.answers, shown, strict=True)):
             yield from self._begin(choice)
@@ -140,7 +142,7 @@ class _ChatStream:
             "object": "chat.completion.chunk",
             "created": head.created_s,
             "model": head.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._fingerprint,
         }
         return frame if tier is None else frame | {"service_tier": tier}
 
@@ -163,6 +165,7 @@ class _TextStream:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._sent = _Sent()
+        self._fingerprint: str | None = None  # nobody knows it before the end
 
     def grow(self, texts: Iterable[NewText]) -> Iterator[bytes]:
         for news in texts:
@@ -171,6 +174,7 @@ class _TextStream:
             self._sent.add(news)
 
     def end(self, answered: Answered, completion: Completion) -> Iterator[bytes]:
+        self._fingerprint = answered.system_fingerprint
         shown = text_choices_of(completion.answers)
         for choice, (whole, end) in enumerate(zip(completion.answers, shown, strict=True)):
             ended = {name: end[name] for name in ("finish_reason", "stop_reason") if name in end}
@@ -188,7 +192,7 @@ class _TextStream:
             "object": "text_completion",
             "created": self._head.created_s,
             "model": self._head.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._fingerprint,
         }
 
     def _chunk(self, news: NewText, finish_reason: str | None = None, **more: Any) -> bytes:

@@ -1,7 +1,7 @@
 """The calls of one API process: connects each with an engine worker through Redis, and hears what comes of them.
 
 1. `connect` asks whether a worker of the model is there, puts the call where the workers read, and waits until one has
-   taken it. Without Redis or a worker it fails within two seconds.
+   taken it. It fails within two seconds of the moment that Redis doesn't answer, or that no worker is there.
 2. One task reads all news and gives each to its call's line; what was read is trimmed.
 3. Another renews what tells the workers that this process lives, and fails the lines of which nothing was heard for
    too long: workers say often which calls they have.
@@ -28,7 +28,7 @@ from batchsvc import ids
 from batchsvc.errors import OverloadedError, UnavailableError
 from batchsvc.interactive import wire
 from batchsvc.interactive.line import Line, lost
-from batchsvc.interactive.wire import Alive, NewCall, Taken
+from batchsvc.interactive.wire import Alive, NewCall, News, Taken
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ _TAKE_S = 10.0  # how long live workers may leave a call
 _READ_MS = 500
 _READ_COUNT = 256
 _TURNS = 8  # of the event loop
+_MUCH_BYTES = 65_536  # of a message: reading it would hold up all other calls
 _MOST_CALLS = 10_000  # entries of a stream, far beyond what is ever there
 _MOST_STOPS = 1_000
 _CALLS_TTL_S = 60  # of a stream that nobody adds to
@@ -63,6 +64,7 @@ class Switchboard:
             retry=Retry(NoBackoff(), 0),  # who waits for an answer must learn at once that there will be none
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
         self._asides: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -78,14 +80,15 @@ class Switchboard:
             self._num_calls -= 1
 
     async def connect(self, digest: str, call: NewCall) -> Line:
-        """A line to the worker that has taken the call. Raises UnavailableError; then nobody has it."""
+        """A line to the worker that has taken the call. Raises UnavailableError, or OverloadedError where workers have
+        no room for long; then nobody has it."""
         line = self._lines[call.id] = Line(call.id, most_bytes=self._most_bytes, now_s=_now_s())
         entry: bytes | None = None
         try:
             self._start_tasks()
             await self._reach(lambda: self._announce(digest))
             entry = await self._reach(lambda: self._add(wire.calls_of(digest), wire.encode_call(call), _MOST_CALLS))
-            await self._wait_until_taken(line, digest)
+            await self._wait_until_taken(line, digest, entry)
         except BaseException:
             self._drop(line)
             if line.worker is not None and not line.is_over:
@@ -102,6 +105,7 @@ class Switchboard:
 
     async def close(self) -> None:
         """End the tasks and the connections."""
+        self._is_closed = True  # an answer of Redis that comes with the cancellation can swallow it
         tasks = [*self._tasks, *self._asides]
         for task in self._tasks:
             task.cancel()
@@ -125,9 +129,12 @@ class Switchboard:
 
     async def _keep(self) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.exists(self._news)
             pipe.xadd(self._news, {wire.FIELD: wire.encode_news(Alive("", ()))})
             pipe.pexpire(self._news, _ms(wire.NEWS_TTL_S))
-            await pipe.execute()
+            was_there, *_ = await pipe.execute()
+        if not was_there:  # its ids are times, of a clock that may have been put back
+            self._last = b"0"
 
     async def _add(self, stream: str, message: bytes, most: int) -> bytes:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -135,15 +142,33 @@ class Switchboard:
             pipe.expire(stream, _CALLS_TTL_S)
             return bytes((await pipe.execute())[0])
 
-    async def _wait_until_taken(self, line: Line, digest: str) -> None:
+    async def _wait_until_taken(self, line: Line, digest: str, entry: bytes) -> None:
         end_s = _now_s() + _TAKE_S
+        missed_s: float | None = None  # when the call was seen to be out of the stream, and nobody had said so
         while line.worker is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await line.changed()
                 continue
-            if _now_s() > end_s or not await self._reach(lambda: self._redis.exists(wire.ready_of(digest))):
+            is_ready, is_waiting = await self._reach(lambda: self._look_for(digest, entry))
+            now_s = _now_s()
+            if not is_ready:
                 raise _nobody_there()
+            if is_waiting and now_s > end_s:
+                says = "The engine workers of this model have as many calls as they take at once: try again soon."
+                raise OverloadedError(says, code="too_many_calls")
+            if not is_waiting:
+                missed_s = missed_s or now_s
+                if now_s - missed_s > wire.READY_TTL_S:  # whoever took it died before a word
+                    raise lost()
+
+    async def _look_for(self, digest: str, entry: bytes) -> tuple[bool, bool]:
+        """Whether a worker is there, and whether the call still waits for one."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.exists(wire.ready_of(digest))
+            pipe.xrange(wire.calls_of(digest), entry, entry)
+            is_ready, found = await pipe.execute()
+        return bool(is_ready), bool(found)
 
     async def _reach(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What Redis answers. Raises UnavailableError soon if it doesn't."""
@@ -185,18 +210,18 @@ class Switchboard:
 
     async def _for_ever(self, step: Callable[[], Awaitable[None]]) -> None:
         is_quiet = False
-        while True:
+        while not self._is_closed:
             try:
                 await step()
                 is_quiet = False
-            except (RedisError, OSError, TimeoutError) as error:
+            except Exception as error:  # whatever it is, this process must not go deaf
                 if not is_quiet:
                     log.warning("calls.unheard", error=type(error).__name__)
                 is_quiet = True
                 await asyncio.sleep(_LOOK_S)
 
     async def _read(self) -> None:
-        """Read what is new. A stream that is made anew goes on with later ids: they are times."""
+        """Read what is new."""
         found: Any = await self._redis.xread({self._news: self._last}, count=_READ_COUNT, block=_READ_MS)
         for _, entries in found.items() if isinstance(found, dict) else found or ():
             for self._last, fields in entries:
@@ -206,7 +231,7 @@ class Switchboard:
     async def _look(self) -> None:
         now_s = _now_s()
         for line in list(self._lines.values()):
-            if line.worker is not None and now_s - line.heard_s > wire.SILENCE_S:
+            if line.worker is not None and not line.is_over and now_s - line.heard_s > wire.SILENCE_S:
                 line.fail(lost())
         if self._lines and not await self._redis.pexpire(self._news, _ms(wire.NEWS_TTL_S)):
             await self._keep()
@@ -214,10 +239,15 @@ class Switchboard:
 
     async def _hear(self, message: bytes) -> None:
         try:
-            news = wire.decode_news(message)
+            if len(message) < _MUCH_BYTES:
+                news = wire.decode_news(message)
+            else:
+                news = await asyncio.to_thread(wire.decode_news, message)
+            await self._pass_on(news)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             log.warning("calls.unreadable", size_bytes=len(message))
-            return
+
+    async def _pass_on(self, news: News) -> None:
         if isinstance(news, Alive):
             for call_id in news.call_ids:
                 self._hear_of(call_id, news.worker)

@@ -31,7 +31,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_call_holds_project", "call_holds", ["project_id", "expires_ms"])
     _add_entries_to_balances("part", "void", "call")
-    _rebuild_hours("batch_id", "hour_ms", "model", "call_group")
+    _count_calls_by_group()
     op.add_column("models", sa.Column("project_id", sa.String(64), nullable=True))
     op.create_table(
         "prefill_engines",
@@ -47,7 +47,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_table("prefill_engines")
     op.drop_column("models", "project_id")
-    _rebuild_hours("batch_id", "hour_ms", "model")
+    _count_no_calls()
     _add_entries_to_balances("part", "void")
     op.drop_table("call_holds")
 
@@ -95,51 +95,63 @@ def _add_entries_to_balances(*charges: str) -> None:
     )
 
 
-def _rebuild_hours(*key: str) -> None:
-    """Make the hours of usage again, with this key: they are sums of rows that nobody changes. Of what is no key an
-    hour has one row's value, as where the trigger adds to it. Usage without a batch has an hour for each group."""
-    is_sqlite = op.get_bind().dialect.name == "sqlite"
-    has_group = "call_group" in key
-    op.execute("DROP TRIGGER usage_by_hour" + ("" if is_sqlite else " ON usage"))
-    op.drop_index("ix_usage_hours_time", "usage_hours")
-    op.drop_table("usage_hours")
-    op.create_table(
-        "usage_hours",
-        sa.Column("batch_id", sa.String(64), nullable=False),
-        sa.Column("hour_ms", BIG, nullable=False),
-        sa.Column("model", sa.String(255), nullable=False),
-        *([sa.Column("call_group", sa.String(320), nullable=False)] if has_group else []),
-        sa.Column("project_id", sa.String(64), nullable=False),
-        sa.Column("api_key_id", sa.String(64), nullable=False),
-        sa.Column("tier", sa.String(32), nullable=False),
-        sa.Column("endpoint", sa.String(64), nullable=False),
-        sa.Column("price_version", sa.Integer(), nullable=False),
-        *(sa.Column(name, BIG, nullable=False) for name in SUMS),
-        sa.PrimaryKeyConstraint(*key, name=op.f("pk_usage_hours")),
-    )
-    op.create_index("ix_usage_hours_time", "usage_hours", ["hour_ms"])
-    given = {"hour_ms": "{0}created_ms / 3600000 * 3600000"} | {name: f"{{0}}{name}" for name in KEYS}
-    if has_group:
-        group = " || '/' || ".join(f"{{0}}{name}" for name in GROUP)
-        given["call_group"] = f"CASE WHEN {{0}}batch_id = '' THEN {group} ELSE '' END"
-    columns = f"{', '.join(given)}, {', '.join(SUMS)}"
-    old = {name: how.format("") for name, how in given.items()}
-    kept = [how if name in key else f"MIN({how})" for name, how in old.items()]
+def _count_calls_by_group() -> None:
+    """Let hours of usage without a batch, which nobody has yet, be one for each group. No row is read but those of
+    hours; on PostgreSQL writers of usage wait for a moment, so that none is between the old key and the new trigger."""
+    _hold_off_usage()
+    with op.batch_alter_table("usage_hours") as hours:
+        hours.add_column(sa.Column("call_group", sa.String(320), nullable=False, server_default=""))
+        hours.drop_constraint("pk_usage_hours", type_="primary")
+        hours.create_primary_key("pk_usage_hours", ["batch_id", "hour_ms", "model", "call_group"])
+    _add_usage_to_hours(has_group=True)
+    values = _hour_of("", has_group=True)  # calls from before a downgrade; served by ix_usage_batch_id
+    sums = [f"SUM({name})" if name in SUMS else value for name, value in values.items()]
+    grouped = [value for name, value in values.items() if name not in SUMS]
     op.execute(
-        f"INSERT INTO usage_hours ({columns}) SELECT {', '.join(kept)},"  # noqa: S608  names of ours
-        f" {', '.join(f'SUM({name})' for name in SUMS)} FROM usage GROUP BY {', '.join(old[name] for name in key)}"
+        f"INSERT INTO usage_hours ({', '.join(values)}) SELECT {', '.join(sums)}"  # noqa: S608  names of ours
+        f" FROM usage WHERE batch_id = '' GROUP BY {', '.join(grouped)}"
     )
-    new = ", ".join([*(how.format("NEW.") for how in given.values()), *(f"NEW.{name}" for name in SUMS)])
+
+
+def _count_no_calls() -> None:
+    """The key before. It can't tell whose calls are in an hour, so their hours go; their usage stays."""
+    _hold_off_usage()
+    op.execute("DELETE FROM usage_hours WHERE batch_id = ''")
+    with op.batch_alter_table("usage_hours") as hours:
+        hours.drop_constraint("pk_usage_hours", type_="primary")
+        hours.create_primary_key("pk_usage_hours", ["batch_id", "hour_ms", "model"])
+        hours.drop_column("call_group")
+    _add_usage_to_hours(has_group=False)
+
+
+def _hold_off_usage() -> None:
+    """Nobody writes usage until this transaction ends; on SQLite, which has one writer, its trigger has to go."""
+    is_sqlite = op.get_bind().dialect.name == "sqlite"
+    op.execute("DROP TRIGGER usage_by_hour" if is_sqlite else "LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE")
+
+
+def _hour_of(row: str, *, has_group: bool) -> dict[str, str]:
+    """Columns of an hour, and what a row of usage gives each of them."""
+    given = {"hour_ms": f"{row}created_ms / 3600000 * 3600000"} | {name: f"{row}{name}" for name in (*KEYS, *SUMS)}
+    if has_group:
+        group = " || '/' || ".join(f"{row}{name}" for name in GROUP)
+        given["call_group"] = f"CASE WHEN {row}batch_id = '' THEN {group} ELSE '' END"
+    return given
+
+
+def _add_usage_to_hours(*, has_group: bool) -> None:
+    """The trigger of revision 0009 anew, for another key."""
+    values = _hour_of("NEW.", has_group=has_group)
+    key = ("batch_id", "hour_ms", "model", *(["call_group"] if has_group else []))
     add = (
-        f"INSERT INTO usage_hours ({columns}) VALUES ({new})"  # noqa: S608  names of ours
+        f"INSERT INTO usage_hours ({', '.join(values)}) VALUES ({', '.join(values.values())})"  # noqa: S608  ours
         f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET "
         + ", ".join(f"{name} = usage_hours.{name} + excluded.{name}" for name in SUMS)
     )
-    if is_sqlite:
+    if op.get_bind().dialect.name == "sqlite":
         op.execute(f"CREATE TRIGGER usage_by_hour AFTER INSERT ON usage BEGIN {add}; END")
         return
     op.execute(
         "CREATE OR REPLACE FUNCTION add_usage_to_hour() RETURNS trigger LANGUAGE plpgsql AS"
         f" $$ BEGIN {add}; RETURN NULL; END $$"
     )
-    op.execute("CREATE TRIGGER usage_by_hour AFTER INSERT ON usage FOR EACH ROW EXECUTE FUNCTION add_usage_to_hour()")

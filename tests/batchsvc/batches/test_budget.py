@@ -107,6 +107,15 @@ class Treasury:
     def grant(self, unit: ClaimedUnit, want: int, **more: int) -> Grant | None:
         return self.db.run(lambda s: budget_queries.grant(s, unit.id, unit.epoch, want_nanos=want, **more))
 
+    def hold(self, nanos: int) -> None:
+        """A call runs that may cost so much."""
+        expires_ms = now_ms() + 600_000
+        self.db.run(lambda s: ledger.insert_hold(s, "call", self.project_id, nanos, expires_ms))
+
+    def hang_up(self) -> None:
+        """It has ended, for nothing."""
+        self.db.run(lambda s: ledger.drop_hold(s, "call"))
+
     def part(self, unit: ClaimedUnit, bits: list[int], cost: int, *, over: int = 0) -> bool:
         part_id = f"part{next(self._keys)}"
         part = NewPart(
@@ -374,3 +383,36 @@ def _run(threads: list[threading.Thread]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_a_batch_that_would_not_wait_for_money_waits_for_calls_that_hold_it(treasury: Treasury) -> None:
+    treasury.limit(budget_nanos=100)
+    treasury.hold(80)
+    assert treasury.begin(101, on_quota="fail") == "failed"
+    assert treasury.begin(50, on_quota="fail") == "budget"
+    assert treasury.admit() == []
+    treasury.hang_up()
+    assert treasury.admit() == ["batch_2"] and treasury.batch("batch_2").reserved_nanos == 50
+
+
+def test_when_calls_have_spent_it_the_lines_of_such_a_batch_are_told_so(treasury: Treasury) -> None:
+    treasury.limit(budget_nanos=100)
+    treasury.hold(80)
+    assert treasury.begin(50, on_quota="fail") == "budget"
+    treasury.hang_up()
+    treasury.limit(budget_nanos=20)
+    assert treasury.admit() == ["batch_1"], "there is nothing to wait for"
+    (unit,) = treasury.claim()
+    assert treasury.grant(unit, 50, need_nanos=50) == Grant(0, Verdict.OVER)
+
+
+def test_no_grant_is_refused_for_good_because_of_a_call_that_runs(treasury: Treasury) -> None:
+    treasury.limit(budget_nanos=100)
+    treasury.begin(20, on_quota="fail")
+    (unit,) = treasury.claim()
+    treasury.hold(70)
+    assert treasury.grant(unit, 200, need_nanos=200) == Grant(0, Verdict.OVER), "all of the budget isn't enough"
+    assert treasury.grant(unit, 60, need_nanos=60) == Grant(0, Verdict.WAIT)
+    assert treasury.says("batch_1") == "budget" and treasury.admit() == []
+    treasury.hang_up()
+    assert treasury.admit() == ["batch_1"]

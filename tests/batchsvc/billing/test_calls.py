@@ -13,8 +13,8 @@ from batchsvc.accounts import service as accounts
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_ledger import compare_books
 from batchsvc.batches.reconcile_queries import Reader
-from batchsvc.billing import call_service, queries, service
-from batchsvc.billing.call_service import PricedCall
+from batchsvc.billing import call_service, money_api, queries, service
+from batchsvc.billing.call_service import Lack, PricedCall
 from batchsvc.billing.month import Month
 from batchsvc.billing.tables import UsageHour
 from batchsvc.db import migrate
@@ -45,7 +45,7 @@ def priced(books: Books, name: str, project: str | None = None, endpoint: str = 
         )
 
 
-def hold(books: Books, name: str, amount: int, life_s: float = 60) -> int | None:
+def hold(books: Books, name: str, amount: int, life_s: float = 60) -> Lack | None:
     call = priced(books, name)
     return books.db.run(lambda session: call_service.hold(session, call, amount, life_s))
 
@@ -74,8 +74,10 @@ def num_differences(books: Books) -> int:
 def test_what_a_call_may_cost_is_held_until_it_ends(books: Books) -> None:
     limit(books, budget_nanos=100_000)
     assert hold(books, "a", 60_000) is None and room(books) == 40_000
-    assert hold(books, "b", 50_000) == 40_000, "it says what is left, and holds nothing"
+    assert hold(books, "b", 50_000) == Lack(40_000, 60_000), "it says what is left, and holds nothing"
     assert room(books) == 40_000
+    with books.db.reading() as session:
+        assert money_api.balance(session, books.project)["room_nanos"] == 40_000
     assert post(books, priced(books, "a")) and room(books) == 100_000 - COST
     assert hold(books, "c", 80_000) is None
     books.db.run(lambda session: call_service.drop_hold(session, "call_c"))
@@ -90,6 +92,16 @@ def test_a_hold_whose_process_died_expires(books: Books) -> None:
         assert session.execute(text("SELECT id FROM call_holds")).scalars().all() == ["call_b"]
 
 
+def test_a_hold_goes_on_as_long_as_its_call_says_so_and_never_again(books: Books) -> None:
+    limit(books, budget_nanos=100_000)
+    hold(books, "a", 60_000, life_s=-1)
+    books.db.run(lambda session: call_service.renew_hold(session, "call_a", 60))
+    assert room(books) == 40_000
+    books.db.run(lambda session: call_service.drop_hold(session, "call_a"))
+    books.db.run(lambda session: call_service.renew_hold(session, "call_a", 60))
+    assert room(books) == 100_000
+
+
 def test_calls_at_once_can_not_overspend(books: Books) -> None:
     limit(books, budget_nanos=100_000)
     with ThreadPoolExecutor(4) as pool:
@@ -99,7 +111,7 @@ def test_calls_at_once_can_not_overspend(books: Books) -> None:
 
 def test_a_prepaid_balance_is_spent_by_calls(books: Books) -> None:
     limit(books, is_prepaid=True)
-    assert hold(books, "a", 1) == 0
+    assert hold(books, "a", 1) == Lack(0, 0)
     books.db.run(lambda session: service.post_topup(session, books.project, 20_000, reason="r", key="t"))
     assert hold(books, "a", 15_000) is None and post(books, priced(books, "a"))
     assert room(books) == 20_000 - COST
@@ -170,13 +182,39 @@ def test_hours_of_older_usage_survive_the_migration_up_and_down(database_url: st
         for number in range(4):
             connection.execute(insert_usage, {"id": f"q{number}", "batch": f"b{number % 2}", "ms": hour + number})
     migrate.upgrade(database_url)
+    of_project = insert_usage.text.replace("'p'", ":project")
     with database.engine.begin() as connection:
-        connection.execute(insert_usage, {"id": "call_1", "batch": "", "ms": hour})
+        for number, project in enumerate("ppr"):
+            given = {"id": f"call_{number}", "project": project, "batch": "", "ms": hour + number}
+            connection.execute(text(of_project), given)
         connection.execute(insert_usage, {"id": "q9", "batch": "b1", "ms": hour})
-    sums = "SELECT batch_id, requests, cost_nanos FROM usage_hours ORDER BY batch_id"
+    sums = text("SELECT batch_id, project_id, requests, cost_nanos FROM usage_hours ORDER BY batch_id, project_id")
+    batches, calls = [("b0", "p", 2, 8), ("b1", "p", 3, 12)], [("", "p", 2, 8), ("", "r", 1, 4)]
     with database.engine.connect() as connection:
-        assert [tuple(row) for row in connection.execute(text(sums))] == [("", 1, 4), ("b0", 2, 8), ("b1", 3, 12)]
+        assert [tuple(row) for row in connection.execute(sums)] == calls + batches
     with database.engine.begin() as connection:
         command.downgrade(migrate._config(connection), "0010")
-        assert [tuple(row) for row in connection.execute(text(sums))] == [("", 1, 4), ("b0", 2, 8), ("b1", 3, 12)]
+        assert [tuple(row) for row in connection.execute(sums)] == batches, "whose the calls are has no place there"
+        connection.execute(insert_usage, {"id": "q10", "batch": "b2", "ms": hour})
+    migrate.upgrade(database_url)
+    with database.engine.connect() as connection:
+        assert [tuple(row) for row in connection.execute(sums)] == [*calls, *batches, ("b2", "p", 1, 4)]
+    database.dispose()
+
+
+def test_the_migration_reads_no_usage_of_batches(migrated_url: str) -> None:
+    """Hours are what they were, were they right or not: their table isn't made again."""
+    database = Database(migrated_url)
+    with database.engine.begin() as connection:
+        command.downgrade(migrate._config(connection), "0010")
+        connection.execute(
+            text(
+                "INSERT INTO usage_hours (batch_id, hour_ms, model, project_id, api_key_id, tier, endpoint,"
+                " price_version, requests, input_tokens, cached_tokens, output_tokens, cost_nanos)"
+                " VALUES ('b', 0, 'm', 'p', 'k', 't', 'e', 1, 7, 0, 0, 0, 0)"
+            )
+        )
+    migrate.upgrade(migrated_url)
+    with database.engine.connect() as connection:
+        assert connection.execute(text("SELECT requests, call_group FROM usage_hours")).one() == (7, "")
     database.dispose()

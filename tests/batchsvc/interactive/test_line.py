@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from batchsvc.errors import InvalidRequestError, UnavailableError
 from batchsvc.interactive.line import Line
 from batchsvc.interactive.wire import Ended, Failed, Grown, Taken
 from engine.request import Completion, FinishReason, NewText, Usage
+
+NOT_A_STATUS: Any = "x"
 
 
 def line(most_bytes: int = 10_000) -> Line:
@@ -89,3 +92,20 @@ def test_a_workers_refusal_is_the_callers(status: int, kind: type[Exception]) ->
     with pytest.raises(kind, match="It says why"):
         read(one)
     assert one.is_over
+
+
+def test_an_answer_that_is_whole_stays_however_late_it_is_read() -> None:
+    one = line()
+    for news in (grown(0), ended(1)):
+        one.push(news, 0.0)
+    one.fail(UnavailableError("Nothing was heard.", code="worker_lost"))
+    assert [read(one), read(one)] == [grown(0), ended(1)]
+
+
+def test_a_message_that_means_nothing_is_no_end() -> None:
+    one = line()
+    with pytest.raises(TypeError):
+        one.push(Failed("c", NOT_A_STATUS, "c", "m"), 0.0)
+    assert not one.is_over
+    one.push(ended(0), 0.0)
+    assert read(one) == ended(0)

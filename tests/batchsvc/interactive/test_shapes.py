@@ -49,6 +49,7 @@ def answered(endpoint: str, texts: list[str], *, logprobs: bool = False, **param
         cached_tokens=0,
         output_tokens=5,
         cost_nanos=3,
+        system_fingerprint="fp",
     )
     return made, completion
 
@@ -90,6 +91,7 @@ def test_chat_chunks_join_to_the_answers(places: list[list[int]], logprobs: bool
     found = streamed(CHAT, texts, places, logprobs=logprobs)
     *chunks, usage = found
     assert usage["choices"] == [] and usage["usage"]["cost_nanos"] == 3
+    assert chunks[-1]["system_fingerprint"] == usage["system_fingerprint"] == "fp"
     assert all(chunk["usage"] is None and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     for choice, text in enumerate(texts):
         mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice]
@@ -104,7 +106,8 @@ def test_chat_chunks_join_to_the_answers(places: list[list[int]], logprobs: bool
 @given(cuts, st.booleans())
 def test_text_chunks_join_to_the_answers(places: list[list[int]], logprobs: bool) -> None:
     texts = [TEXT, "no"]
-    *chunks, _usage = streamed(COMPLETIONS, texts, places, logprobs=logprobs)
+    *chunks, usage = streamed(COMPLETIONS, texts, places, logprobs=logprobs)
+    assert chunks[-1]["system_fingerprint"] == usage["system_fingerprint"] == "fp"
     whole = whole_body(*answered(COMPLETIONS, texts, logprobs=logprobs))
     for choice, text in enumerate(texts):
         mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice]

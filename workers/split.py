@@ -5,29 +5,37 @@ token, and writes the parts, as a unified worker does; only its engine is anothe
 prefill worker claims nothing, writes nothing but its own address, and holds nothing that can't be computed again. So
 neither half of a hand-off is a state of a unit, and the fence knows one owner, as ever:
 
-    the prefill worker is killed  its link ends; the decode worker asks another one for the same prompts, or waits. The
-                                  lease is renewed meanwhile, and nothing of the unit was anywhere else
+    the prefill worker is killed  its link ends; the decode worker asks another one for the same prompts. Where there is
+                                  none for half a minute it computes them itself; the lease is renewed meanwhile, and
+                                  nothing of the unit was anywhere else
+    the prefill worker hangs      its links fall silent, and a guard ends it
     the decode worker is killed   its lease runs out; whoever claims the unit next has a higher epoch, and goes on from
                                   the parts and beginnings that were saved. The prefill worker drops what it had of it
     a decode worker was paused    its commits are fenced by epoch and lease, as those of any worker
 
-A decode worker without a prefill worker claims nothing, so units wait for it, or go to others; its note says so.
+A decode worker without a prefill worker claims nothing and takes no calls, so that both go to others, or wait; its note
+says so. What it has it brings to its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from batchsvc.batches import prefill_queries
+from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
+from workers.exits import WorkerExit
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -60,7 +68,7 @@ class PrefillDirectory:
 
     def addresses(self) -> list[str]:
         """Those that are alive, as far as is known."""
-        with contextlib.suppress(DBAPIError), self._db.reading() as session:
+        with contextlib.suppress(SQLAlchemyError), self._db.reading() as session:
             self._known = prefill_queries.addresses(session, self._digest, _SILENT_S)
         return list(self._known)
 
@@ -105,13 +113,23 @@ def prefill_side(engine: Engine, settings: Settings) -> PrefillSide:
     from engine.split.prefill import PrefillSide
     from engine.split.wires import listen
 
-    return PrefillSide(engine, listen(settings.split_listen), step_tokens=settings.step_tokens)
+    return PrefillSide(engine, listen(settings.split_listen), step_tokens=settings.step_tokens, hung_s=settings.hung_s)
 
 
 class PrefillRun:
     """A prefill worker: serves decode workers until a signal."""
 
-    def __init__(self, db: Database, side: PrefillSide, *, digest: str, owner: str) -> None:
+    def __init__(
+        self,
+        db: Database,
+        side: PrefillSide,
+        *,
+        digest: str,
+        owner: str,
+        on_hang: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_hang = on_hang or _end_this_process
+        self._moved_s, self._still_s = side.moved_s, 0.0
         self._db = db
         self._side = side
         self._digest = digest
@@ -138,12 +156,34 @@ class PrefillRun:
     def stop(self) -> None:
         self._stopping.set()
 
+    def look_for_a_hang(self, elapsed_s: float) -> None:
+        """To be called often, with the time since the last call: ends the process when the engine has work and gets
+        nowhere. Time in which this process didn't run at all doesn't count."""
+        if self._side.moved_s != self._moved_s:
+            self._moved_s, self._still_s = self._side.moved_s, 0.0
+            return
+        self._still_s += min(elapsed_s, _BEAT_S)
+        if self._still_s >= self._side.hung_s:
+            self._on_hang(f"The engine hangs: it computed nothing for {self._side.hung_s:g} s while it had prompts.")
+
     def _beat(self) -> None:
+        seen_s = monotonic_s()
         while not self._stopping.is_set():
-            with contextlib.suppress(DBAPIError):
+            now_s = monotonic_s()
+            self.look_for_a_hang(now_s - seen_s)
+            seen_s = now_s
+            with contextlib.suppress(SQLAlchemyError):
                 self._db.run(
                     lambda session: prefill_queries.beat(session, self._owner, self._digest, self._side.address)
                 )
             self._stopping.wait(_BEAT_S)
-        with contextlib.suppress(DBAPIError):
+        with contextlib.suppress(SQLAlchemyError):
             self._db.run(lambda session: prefill_queries.retire(session, self._owner))
+
+
+def _end_this_process(sentence: str) -> None:
+    """At once: its main thread hears no signal, and it holds nothing that anybody would miss."""
+    log.error("worker.crashed", says=sentence)
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
+    os._exit(WorkerExit.FAILED)

@@ -26,9 +26,10 @@ class BlockBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the numbers in a block depend on, beside its tokens: engines pass blocks on only where all of it is equal.
+    """What the numbers in a block mean, beside its tokens: engines pass blocks on only where all of it is equal.
 
-    `layout` names the KV format too; `model` and `weights` are digest and format of the model's weights.
+    `layout` names the KV format too; `model` and `weights` are digest and format of the model's weights. Kernels are no
+    part of it: hosts may differ, and then their blocks differ as rounding does.
     """
 
     layout: str

@@ -28,7 +28,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.request import Completion, Request
-from engine.split.decode import DecodeSide
+from engine.split.decode import PATIENCE_S, DecodeSide
 from engine.split.link import SILENCE_S
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
@@ -68,7 +68,8 @@ def _decode(options: argparse.Namespace) -> None:
     side: Engine | DecodeSide = engine
     if options.peer:
         wake = threading.Event()
-        side = DecodeSide(engine, Peers(lambda: options.peer, wake, silence_s=options.silence), wake)
+        peers = Peers(lambda: options.peer, wake, silence_s=options.silence)
+        side = DecodeSide(engine, peers, wake, patience_s=options.patience)
     for completion in _run(side, missing):
         answers.add(completion)
     wall_s = time.perf_counter() - began_s
@@ -163,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--reproducible", action="store_true", help="the same tokens bit for bit in any company")
     parser.add_argument("--silence", type=float, default=SILENCE_S, help="seconds until a silent peer counts as lost")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE_S, help="seconds until a decode side that is alone computes prompts"
+    )
     return parser
 
 

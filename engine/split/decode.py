@@ -1,10 +1,14 @@
 """The decode side: an engine whose prompts another one computes, with the same methods as an engine of its own.
 
 It owns its requests from the first to the last moment. A prompt goes to a prefill engine, its blocks come into the
-cache here, then the request runs as any other does and finds them. When a prefill engine is lost, its prompts go to
-another; without one they wait. What is already cached here, or shorter than a block, runs at once.
+cache here, then the request runs as any other does and finds them. What is already cached here when it arrives, or
+shorter than a block, runs at once; all else is asked for in order of lane and arrival.
 
     queued -> asked (a prompt was sent) -> coming (its blocks are wanted) -> in the engine -> ended
+
+When a prefill engine is lost, its prompts go to another. Nothing waits for ever: where none was connected for
+`patience_s` this engine computes the prompts itself, those of interactive requests at once, and so it does with a
+prompt that was lost with three prefill engines.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from engine.cache.passing import Prefix
 from engine.engine import Engine
 from engine.errors import EngineError, PeerError, RequestError
 from engine.intake import EngineStats
-from engine.request import Completion, Expectation, FinishReason, Request, StepOutput, Usage
+from engine.request import Completion, Expectation, FinishReason, Lane, Request, StepOutput, Usage
 from engine.split.credits import Grants
 from engine.split.link import Link
 from engine.split.messages import Blocks, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check
@@ -30,12 +35,14 @@ from engine.split.peers import Peers
 ROLE = "decode"
 _SHARE = 4  # one block in so many may be held for what doesn't run yet
 _WAIT_S = 0.02
+_MOST_LOSSES = 3  # of a prompt, each with its prefill engine: then it may be the prompt's fault
+PATIENCE_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A request that isn't in the engine, or has no token yet. `number` names its prompt on the link that it was sent
-    over; `hit_tokens` comes with the offer."""
+    over; `hit_tokens` comes with the offer. `losses` are prefill engines that were lost with it."""
 
     rank: tuple[int, int]
     request: Request
@@ -43,6 +50,7 @@ class _Pending:
     number: str = ""
     hit_tokens: int | None = None
     keys: list[bytes] = field(default_factory=list)  # of blocks that are on their way for it
+    losses: int = 0
 
     def __lt__(self, other: _Pending) -> bool:
         return self.rank < other.rank
@@ -63,13 +71,14 @@ class _Peer:
 @dataclass(slots=True)
 class DecodeStats:
     """Totals since the start. `received_bytes` are those of the blocks alone; `lost_blocks` came too late to be of use,
-    `spared_prompts` were cached here."""
+    `spared_prompts` were cached here; `own_prompts` waited in vain and were computed here."""
 
     handed_over: int = 0
     received_blocks: int = 0
     received_bytes: int = 0
     lost_blocks: int = 0
     spared_prompts: int = 0
+    own_prompts: int = 0
     lost_peers: int = 0
     most_open_blocks: int = 0
 
@@ -77,8 +86,10 @@ class DecodeStats:
 class DecodeSide:
     """`add`, `abort`, `expect`, `stats` and `note` may be called from any thread, all else from the one that steps."""
 
-    def __init__(self, engine: Engine, peers: Peers, wake: threading.Event) -> None:
+    def __init__(self, engine: Engine, peers: Peers, wake: threading.Event, *, patience_s: float = PATIENCE_S) -> None:
         self.split = DecodeStats()
+        self._patience_s = patience_s
+        self._alone_since_s = monotonic()  # where no prefill engine is connected
         self._engine = engine
         self._links = peers
         self._wake = wake
@@ -158,7 +169,9 @@ class DecodeSide:
             output.add_all(self._engine.step())
             self._follow(output)
         elif not output.completions:
+            began_s = monotonic()
             self._wake.wait(_WAIT_S)
+            output.idle_s = monotonic() - began_s
         with self._lock:
             self._open.difference_update(completion.request_id for completion in output.completions)
         return output
@@ -196,7 +209,17 @@ class DecodeSide:
                 )
                 pending = _Pending((item.lane, next(self._arrivals)), item, prefix)
                 self._outside[item.id] = pending
-                heapq.heappush(self._queue, pending)
+                if not self._start_spared(pending):
+                    heapq.heappush(self._queue, pending)
+
+    def _start_spared(self, pending: _Pending) -> bool:
+        """Hands a request whose prompt needs nobody to the engine."""
+        num_blocks = len(pending.prefix.token_ids) // self._passing.block_tokens
+        if self._passing.num_cached(pending.prefix) < num_blocks:
+            return False
+        self.split.spared_prompts += num_blocks > 0
+        self._start(None, pending)
+        return True
 
     def _abort(self, request_id: str, output: StepOutput) -> None:
         pending = self._outside.pop(request_id, None)
@@ -283,10 +306,12 @@ class DecodeSide:
             if self._outside.get(pending.request.id) is not pending:  # aborted
                 heapq.heappop(self._queue)
                 continue
-            num_blocks = len(pending.prefix.token_ids) // self._passing.block_tokens
-            if self._passing.num_cached(pending.prefix) == num_blocks:
+            if self._start_spared(pending):
                 heapq.heappop(self._queue)
-                self.split.spared_prompts += num_blocks > 0
+                continue
+            if self._computes_itself(pending):
+                heapq.heappop(self._queue)
+                self.split.own_prompts += 1
                 self._start(None, pending)
                 continue
             peer = min(
@@ -309,8 +334,15 @@ class DecodeSide:
                     lane=request.lane,
                 )
             )
-            self._grants.ask(pending.number, num_blocks)
+            self._grants.ask(pending.number, size // self._passing.block_tokens)
             self._asked_of[pending.number] = peer
+
+    def _computes_itself(self, pending: _Pending) -> bool:
+        """Whether no prefill engine is to be waited for with this prompt."""
+        if pending.losses >= _MOST_LOSSES:
+            return True
+        patience_s = 0.0 if pending.request.lane == Lane.INTERACTIVE else self._patience_s
+        return not self.is_ready() and monotonic() - self._alone_since_s >= patience_s
 
     def _grant(self) -> None:
         for number, blocks in self._grants.grant(self._passing.num_available):
@@ -371,6 +403,7 @@ class DecodeSide:
         self._peers.remove(peer)
         if peer.is_known:
             self.split.lost_peers += 1
+            self._alone_since_s = monotonic()
         elif peer.link.ending is not None:
             self._links.refused(peer.link, peer.link.ending)
         lost = list(peer.asked.values())
@@ -380,4 +413,5 @@ class DecodeSide:
             del self._asked_of[number]
         for pending in lost:
             self._drop(peer, pending)
+            pending.losses += 1
             heapq.heappush(self._queue, pending)

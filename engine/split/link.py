@@ -1,14 +1,18 @@
 """A connection to another engine: messages go in and out without ever holding up a step.
 
 One thread writes, one reads. Where nothing else is to be said a beat is, so that a peer that says nothing at all for
-`silence_s` counts as lost, whether it died, hangs, or its host is gone. A lost link has an `ending` and stays lost.
+`silence_s` counts as lost, whether it died, hangs, or its host is gone. The beat comes from a thread of the link, so a
+side whose engine may hang passes `may_beat`. A lost link has an `ending` and stays lost; whatever goes wrong with what
+the peer sends, too, ends the link and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import PeerError
@@ -31,12 +35,21 @@ class Wire(Protocol):
 class Link:
     """`wake` is set when there is something to take. `name` says in sentences who the peer is."""
 
-    def __init__(self, wire: Wire, name: str, wake: threading.Event, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        wake: threading.Event,
+        *,
+        silence_s: float = SILENCE_S,
+        may_beat: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.name = name
         self.ending: str | None = None
         self._wire = wire
         self._wake = wake
         self._beat_s = silence_s / _BEATS
+        self._may_beat = may_beat
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._inbox: deque[Message] = deque()
         for work in (self._write, self._read):
@@ -71,13 +84,14 @@ class Link:
                 try:
                     message = self._outbox.get(timeout=self._beat_s)
                 except queue.Empty:
-                    self._wire.send(_BEAT)
+                    if self._may_beat():
+                        self._wire.send(_BEAT)
                     continue
                 if message is None:
                     return
                 self._wire.send(encode(message))
-        except PeerError as error:
-            self._end(str(error))
+        except Exception as error:
+            self._end(_sentence(error))
 
     def _read(self) -> None:
         try:
@@ -93,13 +107,22 @@ class Link:
                     continue  # until the peer has read our goodbye
                 self._inbox.append(message)
                 self._wake.set()
-        except PeerError as error:
-            self._end(str(error))
+        except Exception as error:
+            self._end(_sentence(error))
         finally:
             self._outbox.put(None)
-            self._wire.close()
+            with contextlib.suppress(Exception):
+                self._wire.close()
 
     def _end(self, sentence: str) -> None:
         if self.ending is None:
             self.ending = sentence
             self._wake.set()
+
+
+def _sentence(error: Exception) -> str:
+    """Why a link ends. What isn't foreseen, as memory that a frame finds too little of, must not end a thread unseen:
+    then its side would wait for ever."""
+    if isinstance(error, PeerError):
+        return str(error)
+    return f"The connection failed: {type(error).__name__}: {error}".splitlines()[0]

@@ -122,7 +122,7 @@ def decode(frame: bytes) -> Message:
         kind = _KINDS[values.pop("kind")]
         _check(kind, values, frame[4 + size :])
         message: Message = kind(**values)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PeerError("The other side sent something that isn't a message of this version.") from error
     return message
 

@@ -6,12 +6,12 @@ tried less often, and the reason is kept for whoever asks why nothing comes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from engine.errors import PeerError
 from engine.split.link import SILENCE_S, Link
 from engine.split.wires import connect
 
@@ -63,27 +63,30 @@ class Peers:
 
     def _connect(self) -> None:
         while not self._stopped.is_set():
-            wanted = list(self._addresses())
-            with self._lock:
-                due = [name for name in wanted if self._not_before.get(name, 0.0) <= monotonic()]
-                for known in (self._reasons, self._not_before):
-                    for name in known.keys() - set(wanted):
-                        del known[name]
-            for address in due:
-                link = self._links.get(address)
-                if link is None or link.ending is not None:
+            with contextlib.suppress(Exception):  # of the addresses: they are asked for again
+                wanted = list(self._addresses())
+                for address in self._due(wanted):
                     self._try(address)
             self._stopped.wait(_AGAIN_S)
+
+    def _due(self, wanted: list[str]) -> list[str]:
+        """Those without a link that may be tried now."""
+        with self._lock:
+            for known in (self._reasons, self._not_before):
+                for name in known.keys() - set(wanted):
+                    del known[name]
+            due = [name for name in wanted if self._not_before.get(name, 0.0) <= monotonic()]
+        return [name for name in due if name not in self._links or self._links[name].ending is not None]
 
     def _try(self, address: str) -> None:
         try:
             wire = connect(address, silence_s=self._silence_s)
-        except PeerError as error:
+            link = self._links[address] = Link(wire, address, self._wake, silence_s=self._silence_s)
+        except Exception as error:  # whatever it is, this thread goes on: without it nobody is ever found
             with self._lock:
-                self._reasons[address] = str(error)
+                self._reasons[address] = str(error) or type(error).__name__
             return
         with self._lock:
             self._reasons.pop(address, None)
-        link = self._links[address] = Link(wire, address, self._wake, silence_s=self._silence_s)
         self._new.append(link)
         self._wake.set()

@@ -2,23 +2,26 @@
 
 It keeps nothing that anybody would miss: when it is killed, whoever asked asks another one. A prompt's blocks are
 announced to the cache as needed until they are sent; if they were evicted all the same, the decode engine is sent what
-is left and computes the rest.
+is left and computes the rest. An engine that has work and gets nowhere for `hung_s` is told by silence: its links don't
+beat, and whoever asked asks another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from time import monotonic
 
 from engine.cache.passing import Passing, Prefix
 from engine.engine import Engine
-from engine.errors import PeerError
+from engine.errors import EngineError, PeerError, RequestError
 from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 from engine.split.credits import Purse
-from engine.split.link import SILENCE_S, Link
-from engine.split.messages import Blocks, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check
+from engine.split.link import SILENCE_S, Link, Wire
+from engine.split.messages import Blocks, Bye, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check, encode
 from engine.split.wires import Listener
 
 ROLE = "prefill"
@@ -26,6 +29,9 @@ _FRAME_BYTES = 32 << 20  # blocks of a prompt go in pieces of about this size
 _WINDOW_STEPS = 4
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)  # the token is sampled once more where the answer is
 _WAIT_S = 0.05
+_AGAIN_S = 0.2  # after a connection that couldn't be taken
+_MOST_PEERS = 64
+HUNG_S = 60.0
 
 
 @dataclass(slots=True)
@@ -57,8 +63,19 @@ class PrefillStats:
 class PrefillSide:
     """Serves decode engines with `engine`, which is its alone. `step` is called again and again on one thread."""
 
-    def __init__(self, engine: Engine, listener: Listener, *, step_tokens: int, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        listener: Listener,
+        *,
+        step_tokens: int,
+        silence_s: float = SILENCE_S,
+        hung_s: float = HUNG_S,
+    ) -> None:
         self.stats = PrefillStats()
+        self.moved_s = monotonic()  # when it was last seen to get somewhere, or to have nothing to do
+        self.hung_s = hung_s
+        self._closing = threading.Event()
         self._engine = engine
         self._listener = listener
         self._passing: Passing = engine.passing()
@@ -87,33 +104,52 @@ class PrefillSide:
             try:
                 for message in peer.link.take():
                     self._hear(peer, message)
-            except PeerError as error:
+            except EngineError as error:
                 peer.link.close(str(error))
             if peer.link.ending is not None:
                 self._lose(peer)
         self._begin()
         if not self._engine.has_work():
+            self.moved_s = monotonic()
             self._wake.wait(_WAIT_S)
             return
-        for completion in self._engine.step().completions:
+        computed_tokens = self._engine.stats().computed_tokens
+        completions = self._engine.step().completions
+        if completions or self._engine.stats().computed_tokens != computed_tokens:
+            self.moved_s = monotonic()
+        for completion in completions:
             self._offer(completion)
 
     def close(self) -> None:
         """Says goodbye to all."""
+        self._closing.set()
         self._listener.close()
         for peer in self._peers:
             peer.link.close("The prefill engine was stopped.")
         self._engine.close()
 
     def _accept(self) -> None:
-        for number in itertools.count(1):
+        numbers = itertools.count(1)
+        while not self._closing.is_set():
             try:
-                wire = self._listener.accept()
-            except PeerError:
-                return
-            link = Link(wire, f"Decode engine {number}", self._wake, silence_s=self._silence_s)
-            self._arrived.append(_Peer(link, number))
-            self._wake.set()
+                self._meet(self._listener.accept(), next(numbers))
+            except Exception:  # too many open files, say, or one that was gone again: others come
+                self._closing.wait(_AGAIN_S)
+
+    def _meet(self, wire: Wire, number: int) -> None:
+        if len(self._peers) + len(self._arrived) >= _MOST_PEERS:
+            with contextlib.suppress(PeerError):
+                wire.send(encode(Bye(sentence=f"This prefill engine serves {_MOST_PEERS} others already.")))
+            wire.close()
+            return
+        link = Link(
+            wire, f"Decode engine {number}", self._wake, silence_s=self._silence_s, may_beat=lambda: not self._hangs()
+        )
+        self._arrived.append(_Peer(link, number))
+        self._wake.set()
+
+    def _hangs(self) -> bool:
+        return monotonic() - self.moved_s > self.hung_s
 
     def _welcome(self) -> list[_Peer]:
         while self._arrived:
@@ -169,16 +205,20 @@ class PrefillSide:
             return
         peer.running[prompt.id] = prefix
         self._owners[name] = (peer, prompt.id)
-        self._engine.add(
-            Request(
-                id=name,
-                prompt_ids=prompt.token_ids,
-                params=_PARAMS,
-                salt=prompt.salt,
-                lane=prompt.lane,
-                adapter=prompt.adapter,
+        try:
+            self._engine.add(
+                Request(
+                    id=name,
+                    prompt_ids=prompt.token_ids,
+                    params=_PARAMS,
+                    salt=prompt.salt,
+                    lane=prompt.lane,
+                    adapter=prompt.adapter,
+                )
             )
-        )
+        except RequestError:
+            del peer.running[prompt.id], self._owners[name]
+            self._give_up(peer, prompt.id, prefix)
 
     def _offer(self, completion: Completion) -> None:
         """A prompt came to its end."""

@@ -7,6 +7,7 @@ kernel takes back what nobody holds any more, and nothing is left behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import socket
@@ -99,15 +100,17 @@ class SharedListener:
         self._path = Path(path)
         self._silence_s = silence_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):  # of an earlier process, which was killed
-            if stat.S_ISSOCK(self._path.lstat().st_mode):
-                self._path.unlink()
         try:
+            with contextlib.suppress(FileNotFoundError):
+                if _is_left_behind(self._path):
+                    self._path.unlink()
             self._socket.bind(path)
             self._path.chmod(0o600)
+            self._own = _identity(self._path)
+            self._socket.listen()
         except OSError as error:
+            self._socket.close()
             raise PeerError(f"Can't listen at {self.address}: {error.strerror or error}.") from error
-        self._socket.listen()
 
     def accept(self) -> SharedWire:
         """Waits for the next one. Raises PeerError once the listener is closed."""
@@ -122,7 +125,22 @@ class SharedListener:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if _identity(self._path) == self._own:  # not what another process has put there since
+                self._path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether there is a socket that nobody listens at: of an earlier process, which was killed."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # one that has no room for us at once is alive, too
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 def connect(path: str, *, silence_s: float) -> SharedWire:

@@ -5,11 +5,14 @@
     nccl://10.0.0.5:4100         torch.distributed between GPUs
     nixl://10.0.0.5:4100         NVIDIA's NIXL, where it is installed
 
-Nothing is encrypted and nobody proves who they are: these are for one host, or a network of one's own.
+Nothing is encrypted and nobody proves who they are: whoever reaches a host and port is served as a decode engine. So
+these are for a network that the engines alone can reach; a path in the file system is open to its owner alone.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -18,8 +21,6 @@ from engine.split import shared
 from engine.split.link import SILENCE_S, Wire
 
 KINDS = ("shm", "gloo", "nccl", "nixl")
-
-_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  refused, not listened on
 
 
 class Listener(Protocol):
@@ -60,10 +61,10 @@ def parse(text: str) -> Address:
 def listen(text: str, *, silence_s: float = SILENCE_S) -> Listener:
     """Raises PeerError when the address is none, is taken, or its library is missing."""
     address = parse(text)
-    if address.host in _WILDCARDS:
-        raise PeerError(f"{text} is no address that others could connect to: name this host's own.")
     if address.kind == "shm":
         return shared.SharedListener(address.path, silence_s=silence_s)
+    if _is_everywhere(address):
+        raise PeerError(f"{text} is no address that others could connect to: name this host's own.")
     if address.kind == "nixl":
         from engine.split import nixl_wire
 
@@ -85,3 +86,18 @@ def connect(text: str, *, silence_s: float = SILENCE_S) -> Wire:
     from engine.split import groups
 
     return groups.connect(address.kind, address.host, address.port, silence_s=silence_s)
+
+
+def _is_everywhere(address: Address) -> bool:
+    """Whether this host would be found there on every interface, however that is written."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerError(f"Can't listen at {address.kind}://{address.host}:{address.port}: {error.strerror}.") from error
+    return any(_is_wildcard(str(where[0]).partition("%")[0]) for *_, where in found)
+
+
+def _is_wildcard(text: str) -> bool:
+    ip = ipaddress.ip_address(text)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_unspecified

@@ -18,6 +18,7 @@ def fused_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _no_dozing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_WAIT_S", 0.001)
+    monkeypatch.setattr(prefill, "_AGAIN_S", 0.01)
     monkeypatch.setattr(decode, "_WAIT_S", 0.001)
     monkeypatch.setattr(peers, "_AGAIN_S", 0.02)
     monkeypatch.setattr(peers, "_REFUSED_AGAIN_S", 0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Completion, Request
-from engine.split.decode import DecodeSide
+from engine.split.decode import PATIENCE_S, DecodeSide
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
 from engine.split.wires import listen
@@ -36,7 +36,9 @@ def make_engine(model: Path, **changes: object) -> Engine:
 class Halves:
     """One decode side and any number of prefill sides. `addresses` may be changed under way."""
 
-    def __init__(self, folder: Path, decode: Engine, prefills: Sequence[Engine]) -> None:
+    def __init__(
+        self, folder: Path, decode: Engine, prefills: Sequence[Engine], *, patience_s: float = PATIENCE_S
+    ) -> None:
         self._folder = folder
         self.prefills: list[PrefillSide] = []
         self.addresses: list[str] = []
@@ -44,7 +46,7 @@ class Halves:
             self.join(engine)
         wake = threading.Event()
         self.peers = Peers(lambda: list(self.addresses), wake, silence_s=SILENCE_S)
-        self.decode = DecodeSide(decode, self.peers, wake)
+        self.decode = DecodeSide(decode, self.peers, wake, patience_s=patience_s)
 
     def join(self, engine: Engine, *, step_tokens: int = 64) -> PrefillSide:
         listener = listen(f"shm://{self._folder}/{next(_numbers)}", silence_s=SILENCE_S)
@@ -57,6 +59,7 @@ class Halves:
         """Its links break without a word, as when it is killed."""
         at = self.prefills.index(side)
         del self.prefills[at], self.addresses[at]
+        side._closing.set()
         side._listener.close()
         for peer in side._peers:
             peer.link._wire.close()

@@ -24,7 +24,19 @@ STEMS = (
     "You are a helpful assistant that reads tickets and is kind. " * 2,
     "Say what is wrong with the delivery. " * 3,
 )
-ENGINE = ("--quant", "int8", "--num-blocks", "300", "--threads", "1", "--reproducible", "--silence", "5")
+ENGINE = (
+    "--quant",
+    "int8",
+    "--num-blocks",
+    "300",
+    "--threads",
+    "1",
+    "--reproducible",
+    "--silence",
+    "5",
+    "--patience",
+    "600",
+)
 
 
 def write_workload(path: Path, lines: int, *, max_tokens: int, seed: int = 0) -> Path:

@@ -71,6 +71,7 @@ def frame(values: object, tail: bytes = b"") -> bytes:
     [
         b"",
         b"\xff\xff\xff\xff{}",
+        struct.pack("<I", 1 << 20) + b"[" * (1 << 20),
         frame([]),
         frame({}),
         frame({"kind": "Eval", "code": "1"}),
@@ -86,7 +87,7 @@ def frame(values: object, tail: bytes = b"") -> bytes:
         frame({"kind": "Hello", "origin": [1, 2, 3], "role": "", "window_tokens": 0, "most_blocks": 0, "version": 1}),
         frame({"kind": "Hello", "origin": "abcd", "role": "", "window_tokens": 0, "most_blocks": 0, "version": 1}),
     ],
-    ids=repr,
+    ids=lambda bad: repr(bad[:80]),
 )
 def test_what_is_no_message_is_refused(bad: bytes) -> None:
     with pytest.raises(PeerError, match="isn't a message of this version"):

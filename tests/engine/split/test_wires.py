@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.errors import PeerError
-from engine.split import nixl_wire, wires
+from engine.split import nixl_wire, peers, wires
 from engine.split.link import Link, Wire
-from engine.split.messages import Bye, Cancel, Credit
+from engine.split.messages import Bye, Cancel, Credit, decode
 from engine.split.shared import SharedWire
 
-SILENCE_S = 0.6
+SILENCE_S = 30.0  # longer than any test: nobody counts as lost because a machine is slow
+SHORT_S = 0.6
 KINDS = ("shm", "gloo")
 Pair = tuple[Wire, Wire]
 
@@ -51,11 +53,11 @@ def _closing() -> Iterator[None]:
         _opened.pop().close()
 
 
-def pair(listener: wires.Listener) -> Pair:
+def pair(listener: wires.Listener, *, silence_s: float = SILENCE_S) -> Pair:
     found: list[Wire] = []
     thread = threading.Thread(target=lambda: found.append(listener.accept()))
     thread.start()
-    mine = wires.connect(listener.address, silence_s=SILENCE_S)
+    mine = wires.connect(listener.address, silence_s=silence_s)
     thread.join()
     _opened.extend((mine, found[0]))
     return mine, found[0]
@@ -96,11 +98,13 @@ def test_a_closed_end_is_noticed_at_once(listener: wires.Listener) -> None:
         there.receive()
 
 
-def test_a_silent_peer_counts_as_lost(listener: wires.Listener) -> None:
-    here, there = pair(listener)
+def test_a_silent_peer_counts_as_lost(address: str) -> None:
+    listener = wires.listen(address, silence_s=SHORT_S)
+    here, there = pair(listener, silence_s=SHORT_S)
     with pytest.raises(PeerError, match=r"silent for 0\.6 s"):
         there.receive()
     here.close()
+    listener.close()
 
 
 def test_nobody_listens(kind: str, tmp_path: Path) -> None:
@@ -119,9 +123,51 @@ def test_what_is_no_address_is_refused(bad: str) -> None:
         wires.parse(bad)
 
 
-def test_who_listens_everywhere_could_not_be_found() -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "0x0", "[::]", "[::0]", "[::ffff:0.0.0.0]"])
+def test_who_listens_everywhere_could_not_be_found(host: str) -> None:
     with pytest.raises(PeerError, match="is no address that others could connect to"):
-        wires.listen("gloo://0.0.0.0:0")
+        wires.listen(f"gloo://{host}:0")
+
+
+def test_a_host_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(PeerError, match=r"Can't listen at gloo://nowhere\.invalid:0: "):
+        wires.listen("gloo://nowhere.invalid:0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("use", [wires.listen, wires.connect])
+def test_without_a_gpu_nccl_is_refused_with_the_way_out(use: Callable[[str], object]) -> None:
+    with pytest.raises(PeerError, match=r"need an NVIDIA GPU and a torch with NCCL.*gloo:// needs neither\.$"):
+        use("nccl://127.0.0.1:0")
+
+
+def test_a_path_where_somebody_listens_is_left_alone(tmp_path: Path) -> None:
+    address = f"shm://{tmp_path}/s"
+    first = wires.listen(address, silence_s=SILENCE_S)
+    with pytest.raises(PeerError, match=f"Can't listen at {address}: Address already in use"):
+        wires.listen(address, silence_s=SILENCE_S)
+    first.accept().close()  # the other one knocked, and left
+    here, there = pair(first)
+    here.send(b"a")
+    assert there.receive() == b"a"
+    first.close()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_socket_that_was_left_behind_is_replaced_and_only_the_own_one_taken_away(tmp_path: Path) -> None:
+    address, path = f"shm://{tmp_path}/s", tmp_path / "s"
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(path))
+    killed.close()
+    first = wires.listen(address, silence_s=SILENCE_S)
+    path.rename(tmp_path / "elsewhere")
+    second = wires.listen(address, silence_s=SILENCE_S)
+    first.close()
+    here, there = pair(second)
+    here.send(b"a")
+    assert there.receive() == b"a"
+    second.close()
+    assert not path.exists()
 
 
 def test_an_address_that_is_taken_is_refused() -> None:
@@ -171,12 +217,88 @@ def until(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_link_beats_when_nothing_is_said_and_carries_what_is(listener: wires.Listener) -> None:
+def test_a_link_beats_when_nothing_is_said_as_long_as_its_side_may(listener: wires.Listener) -> None:
+    here, there = pair(listener)
+    may, asked = threading.Event(), threading.Event()
+
+    def may_beat() -> bool:
+        asked.set()
+        return may.is_set()
+
+    link = Link(here, "A", threading.Event(), silence_s=0.04, may_beat=may_beat)
+    assert asked.wait(SILENCE_S)
+    link.send(Credit(blocks=1))
+    assert decode(there.receive()) == Credit(blocks=1), "a side that hangs says nothing by itself"
+    may.set()
+    assert [there.receive() for _ in range(3)] == [b"", b"", b""]
+    link.close()
+
+
+class Broken:
+    """A wire that fails as nobody foresaw."""
+
+    def __init__(self, fails: str) -> None:
+        self.fails = fails
+        self.closed = threading.Event()
+
+    def send(self, frame: bytes) -> None:
+        if self.fails == "send":
+            raise AssertionError("Torch not compiled with CUDA enabled")
+
+    def receive(self) -> bytes:
+        if self.fails == "receive":
+            raise MemoryError
+        self.closed.wait()
+        raise PeerError("The connection is closed.")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [("send", "AssertionError: Torch not compiled"), ("receive", "The connection failed: MemoryError")],
+)
+def test_whatever_goes_wrong_ends_a_link_and_wakes_its_side(fails: str, says: str) -> None:
+    wake, wire = threading.Event(), Broken(fails)
+    link = Link(wire, "A", wake, silence_s=SILENCE_S)
+    link.send(Credit(blocks=1))
+    assert wake.wait(SILENCE_S)
+    assert says in str(link.ending)
+    assert link.has_news
+    wire.close()
+
+
+def test_peers_are_looked_for_again_whatever_went_wrong(
+    listener: wires.Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_AGAIN_S", 0.01)
+    failures = [LookupError("of the directory"), MemoryError("of a connection")]
+
+    def addresses() -> list[str]:
+        if len(failures) == 2:
+            raise failures.pop(0)
+        return [listener.address]
+
+    def connect(address: str, *, silence_s: float) -> Wire:
+        if failures:
+            raise failures.pop()
+        return wires.connect(address, silence_s=silence_s)
+
+    monkeypatch.setattr(peers, "connect", connect)
+    accepted = in_thread(lambda: _opened.append(listener.accept()))
+    wake = threading.Event()
+    found = peers.Peers(addresses, wake, silence_s=SILENCE_S)
+    assert wake.wait(SILENCE_S)
+    (link,) = found.take_new()
+    assert (link.name, link.ending, found.reason()) == (listener.address, None, None)
+    accepted.join()
+    found.close()
+    link.close()
+
+
+def test_a_link_carries_what_is_said(listener: wires.Listener) -> None:
     here, there, wake = linked(listener)
-    time.sleep(1.5 * SILENCE_S)
-    assert here.ending is None
-    assert there.ending is None
-    wake.clear()
     for number in range(3):
         here.send(Credit(blocks=number))
     there.send(Cancel(id="x"))

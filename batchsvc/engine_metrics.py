@@ -59,11 +59,11 @@ class Growth:
         back counts from where it was."""
         with self._lock:
             for worker_id, own in counts.items():
-                before = self._last.get(worker_id, {})
+                before = self._last.pop(worker_id, {})
                 for series, count in own.items():
                     self._totals[series] += max(count - before.get(series, 0.0), 0.0)
-                self._last.pop(worker_id, None)
-                self._last[worker_id] = own
+                # of two looks at once the older one may come last
+                self._last[worker_id] = {**before, **{name: max(n, before.get(name, n)) for name, n in own.items()}}
             while len(self._last) > _KNOWN_WORKERS:
                 del self._last[next(iter(self._last))]
             return dict(self._totals)

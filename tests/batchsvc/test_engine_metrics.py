@@ -116,6 +116,11 @@ def test_sums_grow_by_what_each_worker_did_whoever_comes_and_goes(steps: list[di
         assert seen.get(Series("x", ()), 0.0) == sum(done.values())
 
 
+def test_of_two_looks_at_once_the_older_one_may_come_last() -> None:
+    growth, seen = Growth(), Series("x", ())
+    assert [growth.look({"a": {seen: count}})[seen] for count in (100.0, 110.0, 100.0, 120.0)] == [100, 110, 110, 120]
+
+
 @sqlite
 def test_an_operator_sees_the_workers(door: Door) -> None:
     client = door.client()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from queue import Empty
 from typing import Any
+
+import pytest
 
 from batchsvc.batches.lifecycle import Status
 from batchsvc.interactive.wire import Ended, Failed, Grown, NewCall, News, Taken
@@ -125,6 +128,14 @@ def test_failures_have_the_status_that_a_line_would_have() -> None:
     calls.refuse("c1", RequestError("No.", code="invalid_value", param="messages"))
     *_, failed = news(calls)
     assert isinstance(failed, Failed) and failed.param == "messages" and calls.num_open() == 0
+
+
+@pytest.mark.parametrize("params", [[], None, {"max_tokens": "x"}, {"n": "many"}, {"stop": 5}])
+def test_a_message_that_is_shaped_like_a_call_and_is_none_ends_nothing(params: Any) -> None:
+    calls, _ = source()
+    calls.begin(replace(call(), params=params))
+    *_, failed = news(calls)
+    assert isinstance(failed, Failed) and failed.status in (400, 500) and calls.num_open() == 0
 
 
 def test_a_worker_that_stops_says_it_of_every_call() -> None:

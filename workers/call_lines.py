@@ -1,9 +1,9 @@
 """The lines between the calls of one engine worker and Redis: takes calls in, hears which are over, says what is new.
 
-Two threads, each with a connection of its own. The *ear* waits for calls and stops; a call is deleted as soon as it is
-read, so that nobody takes it again. The *mouth* says what the source has to say, and every moment that this worker is
-there and which calls it has. Where Redis doesn't answer, what was to be said is lost, and with it the calls that it was
-of; a process that doesn't hear of its call for a while knows that, too.
+Three threads. The *ear* waits for calls and stops; a call is deleted as soon as it is read, so that nobody takes it
+again. The *mouth* says what the source has to say. The *pulse* says every moment that this worker is there, as long as
+it takes calls, and which it has, however much the mouth has to say. Where Redis doesn't answer, what was to be said is
+lost, and with it the calls that it was of; a process that doesn't hear of its call for a while knows that, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
-from batchsvc.clock import monotonic_s
 from batchsvc.interactive import wire
 from batchsvc.interactive.wire import Alive
 from workers.interactive import CallSource, Said
@@ -38,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class CallLines:
-    """Runs the two threads of a worker of one model."""
+    """Runs the three threads of a worker of one model."""
 
     def __init__(
         self, redis_url: str, source: CallSource, *, digest: str, owner: str, on_crash: Callable[[Exception], None]
@@ -54,19 +53,21 @@ class CallLines:
             retry=Retry(NoBackoff(), 0),
         )
         self._is_stopped = False
-        self._next_sign_s = 0.0
         self._ear = WorkThread("calls-in", lambda: self._for_ever(self._listen), on_crash)
         self._mouth = WorkThread("calls-out", self._speak_on, on_crash)
+        self._pulse = WorkThread("calls-pulse", lambda: self._for_ever(self._beat), on_crash)
 
     def start(self) -> None:
         self._ear.start()
         self._mouth.start()
+        self._pulse.start()
 
     def stop(self, wait_s: float) -> None:
         """Take nothing more, and say what is left to say, for which it waits so long."""
         self._is_stopped = True
         self._mouth.join(wait_s)
         self._ear.join(wait_s)
+        self._pulse.join(wait_s)
         self._redis.close()
 
     def _for_ever(self, step: Callable[[], None]) -> None:
@@ -127,13 +128,8 @@ class CallLines:
             self._send(self._waiting(0))
 
     def _speak(self) -> None:
-        said = list(self._waiting(max(0.0, self._next_sign_s - monotonic_s())))
         try:
-            if monotonic_s() >= self._next_sign_s:
-                self._next_sign_s = monotonic_s() + wire.READY_S
-                self._give_sign()
-                said += [Said(api, Alive(self._owner, tuple(ids))) for api, ids in self._source.open_calls().items()]
-            self._send(said)
+            self._send(self._waiting(_BLOCK_MS / 1000))
         except (RedisError, OSError):
             for api in self._source.open_calls():
                 self._source.stop_for(api)
@@ -148,10 +144,16 @@ class CallLines:
         except queue.Empty:
             pass
 
-    def _give_sign(self) -> None:
-        if not self._source.is_draining:
+    # ---- the pulse
+
+    def _beat(self) -> None:
+        if self._source.takes_calls():
             self._redis.set(self._ready, self._owner, px=round(1000 * wire.READY_TTL_S))
         self._redis.expire(self._stops, _STOPS_TTL_S)
+        self._send([Said(api, Alive(self._owner, tuple(ids))) for api, ids in self._source.open_calls().items()])
+        time.sleep(wire.READY_S)
+
+    # ---- mouth and pulse
 
     def _send(self, said: Iterable[Said]) -> None:
         """To each process its news; one whose stream has expired is gone."""

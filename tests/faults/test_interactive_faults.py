@@ -29,8 +29,10 @@ from tests.faults.judge import judge
 from tests.faults.own_valkey import OwnValkey
 
 pytestmark = pytest.mark.faults
-JUNK = (b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"id": 1}', b'["grown"]', b'["taken", 1, 2]', b"[" * 99)
-LOST_S = wire.SILENCE_S + 12  # of a machine that starts and kills processes meanwhile
+BAD_CALL = orjson.dumps(
+    {"id": "c", "api": "a", "prompt_ids": [1], "params": [], "seed": 1, "salt": "s", "streams": True}
+)
+JUNK = (b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"id": 1}', b'["grown"]', b'["taken", 1, 2]', b"[" * 99, BAD_CALL)
 
 
 @dataclass
@@ -45,7 +47,6 @@ class Call:
     error: str | None = None
     is_broken: bool = False  # the connection was cut
     num_events: int = 0
-    ended_s: float = 0.0
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +80,6 @@ class Call:
         except httpx.HTTPError:
             self.is_broken = True
         self.is_broken = self.is_broken or (self.status == 200 and self.error is None and not is_done)
-        self.ended_s = time.monotonic()
 
     def _read(self, said: dict[str, Any]) -> None:
         if "error" in said:
@@ -160,16 +160,14 @@ def test_row_78_the_worker_is_killed_in_the_middle_of_calls(cluster: Cluster) ->
     streamed, whole = start_call(cluster), start_call(cluster, stream=False)
     cluster.until(lambda: streamed.num_events > 3, "text comes")
     worker.kill()
-    killed_s = time.monotonic()
     for call in (streamed, whole):
         call.wait()
-        assert call.error == "worker_lost" and call.ended_s - killed_s < LOST_S
+        assert call.error == "worker_lost"
     assert (streamed.status, whole.status) == (200, 503)
     assert num_billed(cluster) == billed, "what was lost costs nothing"
-    began_s = time.monotonic()
     refused = start_call(cluster, tokens=1)
     refused.wait()
-    assert (refused.status, refused.error) == (503, "no_worker") and refused.ended_s - began_s < 2 + 1.5
+    assert (refused.status, refused.error) == (503, "no_worker")
     cluster.start("engine")
     cluster.until(lambda: takes_calls(cluster), "another worker takes calls")
 
@@ -198,13 +196,11 @@ def test_row_80_redis_is_killed_in_the_middle_of_calls(lonely: Cluster, valkey: 
     lonely.until(lambda: call.num_events > 3, "text comes")
     job = lonely.submit(40)
     valkey.kill()
-    killed_s = time.monotonic()
     call.wait()
-    assert call.error == "worker_lost" and call.ended_s - killed_s < LOST_S
-    began_s = time.monotonic()
+    assert call.error == "worker_lost"
     refused = start_call(lonely, tokens=1)
     refused.wait()
-    assert (refused.status, refused.error) == (503, "queue_unavailable") and refused.ended_s - began_s < 2 + 1.5
+    assert (refused.status, refused.error) == (503, "queue_unavailable")
     lonely.wait(job, "completed")  # batches need no Redis
     assert num_billed(lonely) == billed
     valkey.start()
@@ -232,9 +228,8 @@ def test_row_82_a_worker_that_stands_still_is_missed_and_comes_back(cluster: Clu
     call = start_call(cluster, tokens=450)
     cluster.until(lambda: call.num_events > 3, "text comes")
     cluster.stop(worker)
-    stopped_s = time.monotonic()
     call.wait()
-    assert call.error == "worker_lost" and call.ended_s - stopped_s < LOST_S
+    assert call.error == "worker_lost"
     worker.resume()
     cluster.until(lambda: takes_calls(cluster), "it takes calls again")
     assert num_billed(cluster) == billed + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ import pytest
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_ledger import compare_books
 from batchsvc.batches.reconcile_queries import Reader
+from batchsvc.batches.texts_here import NotHereError, text_here
 from batchsvc.billing.pricing import STANDARD_TIER, shipped_book
 from batchsvc.db.session import database_now_ms
 from batchsvc.money import line_cost_nanos
 from engine.request import Completion, Lane
+from engine.text import load_text
 from tests.batchsvc.interactive.conftest import MODEL, Place, WatchedEngine, call_settings, opened, until
+from tests.tiny import make_tiny_model
 
 RATES = shipped_book().rates["default", STANDARD_TIER]
 
@@ -165,6 +169,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str]] = [
     ({"stream": "yes"}, 400, "invalid_value", "stream"),
     ({"stream_options": 1}, 400, "invalid_value", "stream_options"),
     ({"top_logprob": 1}, 400, "unknown_parameter", "top_logprob"),
+    ({"logprobs": True, "top_logprobs": 20, "max_tokens": 90, "n": 128}, 400, "invalid_value", "logprobs"),
 ]
 
 
@@ -176,6 +181,8 @@ def test_what_cannot_run_is_refused_as_a_line_is(place: Place) -> None:
         assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
         if code == "context_length_exceeded":
             assert "512" in error["message"], "the numbers are named"
+        if param == "logprobs":
+            assert "241,920" in error["message"] and "200,000" in error["message"]
     with pytest.raises(openai.AuthenticationError):
         place.chat(place.client("sk-wrong"))
     assert place.num_used() == billed
@@ -197,3 +204,17 @@ def test_a_budget_is_held_before_the_call_runs(place: Place, running: WatchedEng
     with pytest.raises(openai.RateLimitError):
         place.chat(place.client(key))
     assert place.usage(prepaid) == [] and place.holds() == 0
+
+
+def test_a_model_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "model", seed=1)
+    first = text_here(str(path), digest_of(path))
+    shutil.rmtree(path)
+    second = digest_of(make_tiny_model(path, seed=2))
+    assert text_here(str(path), second).meta.digest == second != first.meta.digest
+    with pytest.raises(NotHereError):
+        text_here(str(path), "another")
+
+
+def digest_of(path: Path) -> str:
+    return load_text(path).meta.digest

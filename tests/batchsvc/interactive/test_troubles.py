@@ -188,3 +188,25 @@ def test_what_a_call_holds_is_held_as_long_as_it_runs_and_refuses_others_for_now
         held.goes.set()
         assert first.result(20).choices
     assert place.chat(place.client(key), max_tokens=5).choices and place.holds() == 0
+
+
+def test_a_worker_with_much_to_say_is_there_all_the_same(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes, encode = threading.Event(), wire.encode_news
+
+    def encode_slowly(news: wire.News) -> bytes:
+        if isinstance(news, wire.Grown | wire.Ended):
+            goes.wait(30)
+        return encode(news)
+
+    monkeypatch.setattr(wire, "READY_S", 0.05)
+    monkeypatch.setattr(wire, "READY_TTL_S", 0.3)
+    monkeypatch.setattr(wire, "encode_news", encode_slowly)
+    engine = WatchedEngine(place.text)
+    with place.worker(engine), ThreadPoolExecutor(1) as pool:
+        until(lambda: _is_there(place), "the worker is there")
+        said = pool.submit(place.post)
+        until(lambda: engine.requests and not engine.has_work(), "the answer waits to be sent")
+        time.sleep(0.5)
+        assert _is_there(place)
+        goes.set()
+        assert said.result(30).status_code == 200

@@ -1,11 +1,12 @@
 """Workers in halves: a unit stays its decode worker's; whichever half is killed, a line is answered and billed once.
 
-Rows 78 to 80 of the fault matrix: no prefill worker, a prefill worker killed, a decode worker killed. The engines are
+Rows 85 to 87 of the fault matrix: no prefill worker, a prefill worker killed, a decode worker killed. The engines are
 real ones, which pass blocks on, so the judge is the one of workers' tests and not that of the fake engine's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,11 +20,16 @@ from batchsvc.batches import prefill_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import PrefillEngine
 from batchsvc.errors import UnavailableError
+from batchsvc.interactive.wire import ready_of
 from batchsvc.settings import Settings, SettingsError
+from engine.request import StepOutput
 from tests.workers.conftest import World
 from tests.workers.test_processes import environment, holds, process, until
+from workers.call_lines import CallLines
 from workers.context import open_engine_run
-from workers.split import WAITS, PrefillDirectory, Waiting, check_role
+from workers.interactive import CallSource
+from workers.pump import Pump
+from workers.split import WAITS, PrefillDirectory, PrefillRun, Waiting, check_role
 
 STEM = tuple(range(10, 60))
 Env = Callable[..., dict[str, str]]
@@ -119,6 +125,65 @@ def test_what_a_worker_waits_for_names_no_addresses() -> None:
     assert waiting.note() is None
 
 
+class Moving:
+    """What the guard of a prefill worker reads of its engine."""
+
+    address, hung_s, moved_s = "shm:///p", 3.0, 10.0
+
+
+def test_a_prefill_engine_that_hangs_ends_its_worker(sqlite_world: World) -> None:
+    said: list[str] = []
+    side: Any = Moving()
+    run = PrefillRun(sqlite_world.db, side, digest="model", owner="p", on_hang=said.append)
+    run.look_for_a_hang(1.0)
+    run.look_for_a_hang(100.0)  # the process was paused, not hung
+    side.moved_s = 12.0
+    for _ in range(3):
+        run.look_for_a_hang(1.0)
+    assert not said
+    run.look_for_a_hang(1.0)
+    assert said == ["The engine hangs: it computed nothing for 3 s while it had prompts."]
+
+
+class Waits:
+    """An engine whose steps only wait, for ten seconds each by its own account."""
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
+        self.num_steps = 0
+
+    def has_work(self) -> bool:
+        return self.num_steps < 2
+
+    def step(self) -> StepOutput:
+        self.num_steps += 1
+        self.waited.set()
+        return StepOutput(idle_s=10.0)
+
+
+def test_a_worker_that_waits_for_its_peer_is_not_busy() -> None:
+    engine: Any = Waits()
+    pump = Pump(engine, waiting_requests=1)
+    pump.start()
+    assert engine.waited.wait(30)
+    pump.stop()
+    assert pump.busy_s <= 0
+
+
+def test_a_worker_that_can_not_begin_takes_no_calls_and_gives_no_sign(redis_url: str) -> None:
+    may = [False]
+    engine: Any = None
+    calls = CallSource(engine=engine, owner="w", most_calls=2, may_take=lambda: may[0])
+    lines = CallLines(redis_url, calls, digest="split", owner="w", on_crash=lambda error: None)
+    client = redis.Redis.from_url(redis_url)
+    client.delete(ready_of("split"))
+    lines._beat()
+    assert (calls.room(), client.get(ready_of("split"))) == (0, None)
+    may[0] = True
+    lines._beat()
+    assert (calls.room(), client.get(ready_of("split"))) == (2, b"w")
+
+
 @pytest.mark.parametrize(("role", "may_claim"), [("decode", False), ("unified", True)])
 def test_a_decode_worker_alone_has_no_room(
     sqlite_world: World, tiny: tuple[Path, str], role: str, may_claim: bool
@@ -128,13 +193,14 @@ def test_a_decode_worker_alone_has_no_room(
     run = open_engine_run(sqlite_world.settings.model_copy(update={**changes, **formats}))
     run._units._room = 1
     assert run._units.has_room() == may_claim
+    assert (run._calls.room() > 0) == may_claim
     assert run._beat().stats["note"] == (None if may_claim else WAITS)
     run._engine.close()
     run._dispatcher.close()
 
 
 @pytest.mark.faults
-def test_rows_78_to_80_units_wait_for_a_prefill_worker_and_outlive_both_halves(
+def test_rows_85_to_87_units_wait_for_a_prefill_worker_and_outlive_both_halves(
     sqlite_world: World, env: Env, tiny: tuple[Path, str]
 ) -> None:
     world, digest = sqlite_world, tiny[1]

@@ -104,7 +104,12 @@ class Run:
         found = read_lines(options.data, options.results, self._text, most=options.lines)
         self._tell({"say": found.told()})
         config = EngineConfig(
-            model=str(self._meta.path), weight_format=TEACHER_FORMAT, device="cpu", threads=options.threads
+            model=str(self._meta.path),
+            weight_format=TEACHER_FORMAT,
+            device="cpu",
+            threads=options.threads,
+            spec="off",
+            reproducible=True,  # whoever resumes answers fewer lines together
         )
         usable, unanswered = answers.answered(found.usable, config, self._work, self._phase("answers"))
         if unanswered:

@@ -31,7 +31,7 @@ def test_an_interrupted_run_goes_on_and_leaves_nothing_behind(
 ) -> None:
     rows = [line(i, tiny_model, max_tokens=50, ignore_eos=True) for i in range(40)]
     source, directory = write_lines(tmp_path / "in.jsonl", rows), DataDir(tmp_path / "d")
-    env = {**stack_env, "BATCHSVC_FAKE_TOKENS_PER_S": "200", "BATCHSVC_FAKE_WITNESS": str(tmp_path / "witness")}
+    env = {**stack_env, "BATCHSVC_FAKE_TOKENS_PER_S": "40", "BATCHSVC_FAKE_WITNESS": str(tmp_path / "witness")}
     arguments = [*BATCHSVC, "run", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", tiny_model]
     arguments += ["--data-dir", str(directory.root)]
 

@@ -41,6 +41,7 @@ class Wish:
     quote_id: str | None = None  # at whose prices, if it matters
     is_by_line: bool = False  # each line on the model that it names
     output_s3: str | None = None  # the prefix that the results go to, too
+    awaited: frozenset[str] = frozenset()  # batches that were left before their results were written
 
 
 def find(listing: Listing, wish: Wish) -> dict[str, Any] | None:
@@ -50,7 +51,7 @@ def find(listing: Listing, wish: Wish) -> dict[str, Any] | None:
             continue
         is_ended = batch["status"] in ENDED
         if is_same_work(batch, wish):
-            if not is_ended or (wish.name and not wish.has_results):
+            if not is_ended or (not wish.has_results and (wish.name or batch["id"] in wish.awaited)):
                 return batch
             return None  # a newer run of the same work has its results: this is a new one
         if wish.name and not is_ended:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from batchsvc.cli import attach, merge, outcome, served, table_output
+from batchsvc.cli.awaited import Awaited
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import ApiError, CommandError, Exit, allowed_errors
 from batchsvc.cli.exporting import wait_for_export
@@ -154,8 +155,10 @@ def run(
             roles=ALL, purpose="run", model=needed, force_format=force_format, drafting=drafting
         ) as session:
             batch: dict[str, Any] | None = None
+            awaited = Awaited(target.directory)
             try:
                 batch = job.start(session, console, goes_on=True, has_results=goal.has_results)
+                awaited.add(batch["id"])
                 before, started = batch, time.monotonic()
                 batch = follow(session.client, batch, console, check=partial(served.check, session))
                 elapsed_s = time.monotonic() - started
@@ -166,6 +169,7 @@ def run(
                         _fetch(session, batch, goal, goal.path)
                     batch = wait_for_export(session.client, batch, console)
                     outcome.summary(batch, console, results=goal.shown(batch), elapsed_s=elapsed_s, before=before)
+                awaited.drop(batch["id"])
             except KeyboardInterrupt:
                 raise CommandError(_interrupted(session, batch, goal, needed), Exit.INTERRUPTED) from None
             console.result(batch)
@@ -261,6 +265,7 @@ class Job:
                 has_results=has_results or is_s3,  # an object may have been replaced since: what has ended isn't it
                 quote_id=self.wanted.quote or None,
                 output_s3=self.wanted.prefix,
+                awaited=Awaited(session.target.directory).ids(),
             )
             if found := attach.find(session.client, wish):
                 console.say(f"Going on with {found['id']}, the batch of the same input ({found['status']}).")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchsvc.cli.attach import MODEL_KEY, SHA_KEY, URI_KEY, Wish, find
+from batchsvc.cli.awaited import Awaited
 from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.stack.datadir import DataDir
 
 
 class Listed:
@@ -67,6 +71,23 @@ def test_a_name_fetches_finished_work_until_its_results_are_written() -> None:
     done = batch("b", "completed", name="n")
     assert found(wish(name="n"), done) == "b"
     assert found(wish(name="n", has_results=True), done) is None
+
+
+def test_what_completed_when_nobody_followed_it_is_fetched_once(tmp_path: Path) -> None:
+    directory = DataDir(tmp_path)
+    directory.create()
+    awaited, done = Awaited(directory), batch("b1", "completed")
+    assert awaited.ids() == frozenset()
+    awaited.add("b1")
+    assert found(replace(wish(), awaited=Awaited(directory).ids()), done) == "b1"
+    assert found(replace(wish(has_results=True), awaited=Awaited(directory).ids()), done) is None
+    assert found(replace(wish(), awaited=Awaited(directory).ids()), batch("b2", "completed")) is None
+    awaited.drop("b1")
+    awaited.drop("b1")
+    assert found(replace(wish(), awaited=Awaited(directory).ids()), done) is None
+    elsewhere = Awaited(None)
+    elsewhere.add("b1")
+    assert elsewhere.ids() == frozenset()
 
 
 def test_a_name_with_other_unfinished_input_is_refused() -> None:

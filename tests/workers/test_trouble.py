@@ -66,7 +66,7 @@ def test_a_shortage_of_memory_costs_no_line_and_no_attempt(sqlite_world: World) 
 def test_a_line_that_the_engine_fails_ends_as_an_error_after_its_attempts(world: World) -> None:
     """The prompt of line n holds token 4 + n % 50."""
     batch_id = world.add_batch(num_lines=12, unit_lines=6, max_tokens=6)
-    with worker(world, FakeEngine(None, faults=Faults.parse("nan:9"))):
+    with worker(world, FakeEngine(None, faults=Faults.parse("nan:9")), lease_s=300.0):  # a busy machine loses no lease
         until(completed(world, batch_id), "all lines")
     finalized(world, batch_id, Status.COMPLETED)
     assert (world.batch(batch_id).completed, world.batch(batch_id).failed) == (11, 1)

@@ -149,10 +149,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     player = Player(Engine(config_of(options, ttft_target_ms=ttft_ms, itl_target_ms=itl_ms)), options.seed)
     dial = player.play(poisson(rate, options.seed), seconds=options.seconds, has_batch=True)
     player.stop()
-    left = batch_alone.batch_tps * (1 - without_batch.busy_s / without_batch.seconds)
     return {
         "model": options.model,
         "formats": [config.weight_format, config.kv_format],
+        **table(rate, ttft_ms, itl_ms, alone, without_batch, batch_alone, no_dial, dial),
+    }
+
+
+def table(
+    rate: float,
+    ttft_ms: float,
+    itl_ms: float,
+    alone: Seen,
+    without_batch: Seen,
+    batch_alone: Seen,
+    no_dial: Seen,
+    dial: Seen,
+) -> dict[str, Any]:
+    """What was seen, and whether the targets held."""
+    left = batch_alone.batch_tps * (1 - without_batch.busy_s / without_batch.seconds)
+    return {
         "arrivals_per_s": round(rate, 4),
         "ttft_target_ms": round(ttft_ms, 2),
         "itl_target_ms": round(itl_ms, 2),

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchsvc.stack.datadir import DataDir
 from engine.sched.sim_lanes import Seen, poisson, quantile
-from tests.bench.lanes import ALONE_S, LOAD, SLACK, WARM_S, shown
+from tests.bench.lanes import ALONE_S, LOAD, SLACK, WARM_S, table
 
 BATCHSVC = (sys.executable, "-P", "-c", "from batchsvc.cli import main; main()")
 START_S = 180.0
@@ -167,19 +167,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             dial = stack.play(poisson(rate, options.seed), seconds=options.seconds)
             if not stack.counts()[2]:
                 raise SystemExit("The batch ended before the last run did; give it more --lines.")
-    left = batch_alone.batch_tps * (1 - without_batch.busy_s / without_batch.seconds)
-    return {
-        "model": options.model,
-        "arrivals_per_s": round(rate, 4),
-        "ttft_target_ms": round(ttft_ms, 2),
-        "itl_target_ms": round(itl_ms, 2),
-        "unloaded": shown(alone),
-        "interactive_alone": shown(without_batch),
-        "batch_alone_tps": round(batch_alone.batch_tps, 2),
-        "no_dial": shown(no_dial) | {"batch_ratio": round(no_dial.batch_tps / left, 4)},
-        "dial": shown(dial) | {"batch_ratio": round(dial.batch_tps / left, 4)},
-        "holds": quantile(dial.ttft_s, 0.99) * 1000 <= ttft_ms and quantile(dial.itl_s, 0.99) * 1000 <= itl_ms,
-    }
+    return {"model": options.model, **table(rate, ttft_ms, itl_ms, alone, without_batch, batch_alone, no_dial, dial)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -256,6 +256,7 @@ def _file(cluster: Cluster, batch: Batch, kind: str) -> list[dict[str, Any]]:
     if cluster.alive("api"):
         for _ in range(2):
             got = cluster.call("GET", f"/v1/files/{file_id}/content")
+            assert got.status_code == 200, f"I8: a download is answered, not {got.status_code} {got.text[:200]}"
             assert got.content == data, "I8: a download repeats byte for byte"
     return [orjson.loads(line) for line in data.splitlines()]
 

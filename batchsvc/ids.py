@@ -72,6 +72,14 @@ def store_id() -> str:
     return "store_" + random_text(24)
 
 
+def audit_id() -> str:
+    return "audit_log-" + random_text(24)
+
+
+def service_account_id() -> str:
+    return "svc_acct_" + random_text(24)
+
+
 def worker_id(host: str, pid: int) -> str:
     """Unique for every start of a process: a restarted worker must not look like its dead self."""
     return f"{host}:{pid}:{random_text(8)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import batchsvc.accounts.tables
+import batchsvc.audit.tables
 import batchsvc.batches.tables
 import batchsvc.billing.invoice_tables
 import batchsvc.billing.tables

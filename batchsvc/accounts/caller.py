@@ -25,7 +25,7 @@ def require_caller(request: Request, context: ContextDep) -> Caller:
             "You didn't provide an API key: send it in a header, Authorization: Bearer KEY.", code="missing_api_key"
         )
     with context.db.reading() as session:
-        return service.caller(session, secret.strip())
+        return service.caller(session, secret.strip(), request.client.host if request.client else None)
 
 
 def require_admin(caller: Annotated[Caller, Depends(require_caller)]) -> Caller:

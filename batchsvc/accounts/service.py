@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from batchsvc import ids
 from batchsvc.accounts import keys, queries
 from batchsvc.accounts.tables import ApiKey, Project
+from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.clock import now_ms
 from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError
 
@@ -24,6 +25,12 @@ class Caller:
     project_id: str
     api_key_id: str
     is_admin: bool
+    address: str | None = None  # the IP address that the call came from
+
+    @property
+    def actor(self) -> Actor:
+        """The caller as the audit log names it."""
+        return Actor(kind=ActorKind.API_KEY, id=self.api_key_id, project_id=self.project_id, address=self.address)
 
 
 def create_project(session: Session, name: str) -> Project:
@@ -133,13 +140,13 @@ def list_keys(session: Session, project_id: str | None = None) -> list[ApiKey]:
     return queries.keys(session, project_id)
 
 
-def caller(session: Session, secret: str) -> Caller:
+def caller(session: Session, secret: str, address: str | None = None) -> Caller:
     """Who this key stands for. Raises AuthenticationError for a key that is wrong or revoked."""
     key_id = keys.id_of(secret)
     row = queries.key(session, key_id) if key_id else None
     if row is None or not keys.matches(secret, row.hash) or row.revoked_ms is not None:
         raise AuthenticationError("This API key is not valid: check it, or ask for a new one.", code="invalid_api_key")
-    return Caller(row.project_id, row.id, row.is_admin)
+    return Caller(row.project_id, row.id, row.is_admin, address)
 
 
 def _checked(name: str) -> str:

@@ -28,6 +28,7 @@ class File(Base):
 
     id: Mapped[Id]
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    api_key_id: Mapped[str | None] = mapped_column(String(64))  # whose limit of stored bytes it counts to
     purpose: Mapped[str] = mapped_column(String(32))
     filename: Mapped[str] = mapped_column(String(255))
     s3_key: Mapped[str] = mapped_column(String(512), unique=True)

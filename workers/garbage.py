@@ -8,16 +8,20 @@ The audit walks the bucket and takes what is older than the grace and not referr
 What was written may yet be about to count: its writer stores it first and commits its row then. The commit is fenced
 by a lease, so nothing can count that is older than the longest lease and what a worker believes of it: the grace is
 more than two leases (settings check it), by default a day. What was marked is looked at once more before it goes.
+
+While somebody holds the collection (collection_queries), as a backup does, nothing goes; it goes after that.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import structlog
 
-from batchsvc.batches import garbage_queries
+from batchsvc.batches import collection_queries, garbage_queries
 from batchsvc.clock import now_ms
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
@@ -40,15 +44,16 @@ class Collector:
         self._db = db
         self._store = store
         self._is_stopping = is_stopping
+        self._name = uuid.uuid4().hex
 
     def delete_due(self) -> int:
         """Delete what was marked and is due, a bounded number at once. Returns how many objects went."""
         with self._db.reading() as session:
             due = garbage_queries.due(session, _AT_ONCE)
         deleted = self._delete_orphans(due)
-        if due:
+        if due and deleted is not None:
             self._db.run(lambda session: garbage_queries.forget(session, due))
-        return deleted
+        return deleted or 0
 
     def audit(self) -> int:
         """Walk the bucket and delete what is old and not referred to. Returns how many objects and uploads went."""
@@ -57,21 +62,35 @@ class Collector:
         for prefix in _PREFIXES:
             old = (key for key, written_ms in self._store.list_keys(prefix) if written_ms <= oldest_ms)
             for some in _pieces(old):
-                if self._is_stopping():
+                if self._is_stopping() or (gone := self._delete_orphans(some)) is None:
                     return deleted
-                deleted += self._delete_orphans(some)
+                deleted += gone
             deleted += self._abort_uploads(prefix, oldest_ms)
         return deleted
 
-    def _delete_orphans(self, found: list[str]) -> int:
+    def _delete_orphans(self, found: list[str]) -> int | None:
+        """How many of these objects went. None: none may go, because somebody holds the collection."""
         if not found:
             return 0
-        with self._db.reading() as session:
-            needed = garbage_queries.referred_to(session, found)
-        orphans = [key for key in found if key not in needed]
-        if orphans:
-            self._store.delete(orphans)
-        return len(orphans)
+        with self._sweep() as may_delete:
+            if not may_delete:
+                return None
+            with self._db.reading() as session:
+                needed = garbage_queries.referred_to(session, found)
+            orphans = [key for key in found if key not in needed]
+            if orphans:
+                self._store.delete(orphans)
+            return len(orphans)
+
+    @contextmanager
+    def _sweep(self) -> Iterator[bool]:
+        """The right to delete, unless somebody holds the collection."""
+        may_delete = self._db.run(lambda session: collection_queries.begin_sweep(session, self._name))
+        try:
+            yield may_delete
+        finally:
+            if may_delete:
+                self._db.run(lambda session: collection_queries.end_sweep(session, self._name))
 
     def _abort_uploads(self, prefix: str, oldest_ms: int) -> int:
         old = [upload for upload in self._store.list_uploads(prefix) if upload.started_ms <= oldest_ms]

@@ -24,6 +24,8 @@ class Model(Base):
     weight_format: Mapped[str] = mapped_column(String(16), default="bf16")
     kv_format: Mapped[str] = mapped_column(String(16), default="bf16")
     quality: Mapped[dict[str, Any] | None] = mapped_column(Json)  # the verdict on these, when a worker has told it
+    swap_ms: Mapped[int | None] = mapped_column(BigInt)  # what it took a worker last to change over to it
+    served_ms: Mapped[Count]  # when a worker last let go of it, to serve another one
     created_ms: Mapped[Millis]
 
 
@@ -251,6 +253,7 @@ class Part(Base):
         Index("ix_parts_seq", "batch_id", "seq"),
         Index("ix_parts_created", "created_ms"),
         Index("ix_parts_void", "batch_id", sqlite_where=text("is_void"), postgresql_where=text("is_void")),
+        Index("ix_parts_poison", "created_ms", sqlite_where=text("is_poison"), postgresql_where=text("is_poison")),
     )
 
     id: Mapped[Id]
@@ -264,7 +267,8 @@ class Part(Base):
     bitmap: Mapped[bytes | None] = mapped_column(LargeBinary)
     seq: Mapped[int | None] = mapped_column(BigInt)  # in order of commit, from 1 on; null: an older worker added it
     line_nos: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)  # its lines, as line_set.py writes them
-    is_void: Mapped[bool] = mapped_column(Boolean, default=False)  # found damaged: its lines are run again
+    is_void: Mapped[bool] = mapped_column(Boolean, default=False)  # taken back (damaged, released): its lines run again
+    is_poison: Mapped[bool] = mapped_column(Boolean, default=False)  # error lines of requests that ended engines
     lines_ok: Mapped[Count]
     lines_err: Mapped[Count]
     num_answers: Mapped[int | None] = mapped_column(BigInt)  # of its ok lines; null: of an older worker, one each
@@ -352,10 +356,33 @@ class Worker(Base):
     __tablename__ = "workers"
 
     id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    name: Mapped[str | None] = mapped_column(String(128))  # of its place: the same for every start of it
     model_digest: Mapped[str] = mapped_column(String(64), index=True)
+    models: Mapped[list[Any] | None] = mapped_column(Json)  # digests of what it serves in turn; null: its one model
+    switching_to: Mapped[str | None] = mapped_column(String(64))  # the model that it is loading, which it can't run yet
     beat_ms: Mapped[Count]
     is_draining: Mapped[bool] = mapped_column(Boolean, default=False)
     stats: Mapped[dict[str, Any] | None] = mapped_column(Json)
+
+
+class ClaimHold(Base):
+    """An operator's order that nothing new is claimed: by anybody, of a model, or by a worker (see hold_queries.py)."""
+
+    __tablename__ = "claim_holds"
+
+    target: Mapped[str] = mapped_column(String(160), primary_key=True)
+    reason: Mapped[str] = mapped_column(String(255))
+    created_ms: Mapped[Millis]
+
+
+class ServedModel(Base):
+    """An operator's order that workers of a name ("": all) serve a model, or don't, whatever their settings say."""
+
+    __tablename__ = "served_models"
+
+    worker: Mapped[str] = mapped_column(String(128), primary_key=True)
+    model_digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    is_loaded: Mapped[bool] = mapped_column(Boolean)
 
 
 class PrefillEngine(Base):
@@ -378,7 +405,18 @@ class Reconciliation(Base):
     batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"), primary_key=True)
     checked_ms: Mapped[Millis]
     num_differences: Mapped[Count]
+    unreconciled_nanos: Mapped[Nanos]  # how far amounts were off, all together
     first: Mapped[str | None] = mapped_column(String(500))  # the first difference, in words
+
+
+class Tally(Base):
+    """What the whole deployment has counted under a name, whichever process did, and when it last did."""
+
+    __tablename__ = "tallies"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    num: Mapped[Count]
+    at_ms: Mapped[Count]
 
 
 class Garbage(Base):
@@ -388,3 +426,15 @@ class Garbage(Base):
 
     s3_key: Mapped[str] = mapped_column(String(512), primary_key=True)
     not_before_ms: Mapped[Millis]
+
+
+class CollectionLock(Base):
+    """Who holds the collection of garbage (`hold`), or is deleting objects at this moment (`sweep`); and the row that
+    whoever wants to do either locks (`mutex`). See collection_queries.py."""
+
+    __tablename__ = "collection_locks"
+
+    holder: Mapped[str] = mapped_column(String(128), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(8))
+    until_ms: Mapped[Count]
+    reason: Mapped[str] = mapped_column(String(255), default="")

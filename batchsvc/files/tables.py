@@ -1,5 +1,5 @@
-"""Tables of files: what was uploaded, the results that we wrote, uploads whose parts still come in; and the buckets
-of tenants that files may come from and go to."""
+"""Tables of files: what was uploaded, the results that we wrote, uploads whose parts still come in; the buckets of
+tenants that files may come from and go to; how long files live, and what is to be wiped out after its deletion."""
 
 from __future__ import annotations
 
@@ -100,3 +100,36 @@ class UploadPart(Base):
     etag: Mapped[str] = mapped_column(String(128))
     size_bytes: Mapped[int] = mapped_column("bytes", BigInt)
     created_ms: Mapped[Millis]
+
+
+class RetentionDefault(Base):
+    """How long files of a project live whose calls don't say, in seconds; null: as the setting says."""
+
+    __tablename__ = "retention_defaults"
+
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    input_life_s: Mapped[int | None] = mapped_column(Integer)
+    output_life_s: Mapped[int | None] = mapped_column(Integer)
+    updated_ms: Mapped[Millis]
+
+
+class Purge(Base):
+    """Something whose content has to leave every store of ours, and how far that is. See files/purge_queries.py."""
+
+    __tablename__ = "purges"
+    __table_args__ = (
+        Index(
+            "ix_purges_due",
+            "due_ms",
+            sqlite_where=text("purged_ms IS NULL"),
+            postgresql_where=text("purged_ms IS NULL"),
+        ),
+    )
+
+    subject_id: Mapped[Id]
+    kind: Mapped[str] = mapped_column(String(8), primary_key=True)  # file, upload, batch, or plan: of an ended batch
+    deleted_ms: Mapped[Millis]
+    due_ms: Mapped[Millis]
+    swept_ms: Mapped[int | None] = mapped_column(BigInt)  # when it was wiped the first time
+    purged_ms: Mapped[int | None] = mapped_column(BigInt)  # and the last time, when nobody could write any more
+    num_failures: Mapped[int] = mapped_column(Integer, default=0)

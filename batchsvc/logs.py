@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import PurePath
 
 import structlog
@@ -41,6 +42,12 @@ def configure(level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=max(logging.INFO, getattr(logging, level.upper())), force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every URL, queries and all
+
+
+def warn_of_settings(sentences: Iterable[str]) -> None:
+    """Log what looks like a setting and is none: see batchsvc/setting_sources.py."""
+    for says in sentences:
+        structlog.get_logger(__name__).warning("setting.unknown", says=says)
 
 
 def where(error: BaseException) -> dict[str, object]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 from zoneinfo import ZoneInfo
 
@@ -19,8 +18,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from batchsvc.egress import Egress
 from batchsvc.errors import InvalidRequestError
 from batchsvc.sealing import Seals
+from batchsvc.setting_errors import check_url, sentences
+from batchsvc.setting_sources import gathered, unknown, unknown_sentence
+from engine.errors import ConfigError
+from engine.faults import Faults
 
-_SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY")
+SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY")
 _URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
     "database_url": ("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://"),
     "redis_url": ("redis://", "rediss://", "unix://"),
@@ -29,6 +32,7 @@ _URLS = {  # how a URL must begin; their clients would raise errors of their own
     "public_url": ("http://", "https://"),
 }
 _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
+_LISTENS = re.compile(r"shm:///.+|(gloo|nccl|nixl)://[^/\s]+:\d{1,5}/?")
 _WINDOWS = re.compile(r"[1-9]\d{0,3}[mhd](,[1-9]\d{0,3}[mhd])*")
 
 
@@ -40,11 +44,24 @@ class Settings(BaseSettings):
     """Frozen settings; each field's description is its row in README."""
 
     model_config = SettingsConfigDict(
-        frozen=True, env_prefix="BATCHSVC_", extra="ignore", protected_namespaces=(), populate_by_name=True
+        frozen=True,
+        env_prefix="BATCHSVC_",
+        extra="ignore",
+        protected_namespaces=(),
+        populate_by_name=True,
+        allow_inf_nan=False,
     )
 
-    database_url: str = Field(validation_alias="DATABASE_URL", description="SQLite or PostgreSQL: the truth")
-    redis_url: str = Field(validation_alias="REDIS_URL", description="Redis or Valkey: the queue; may be wiped")
+    database_url: str = Field(
+        validation_alias="DATABASE_URL",
+        description="SQLite or PostgreSQL: the truth",
+        examples=["postgresql://batchsvc@db.example.com/batchsvc"],
+    )
+    redis_url: str = Field(
+        validation_alias="REDIS_URL",
+        description="Redis or Valkey: the queue; may be wiped",
+        examples=["redis://queue.example.com:6379/0"],
+    )
     s3_endpoint: str | None = Field(
         default=None,
         validation_alias=AliasChoices("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -71,6 +88,16 @@ class Settings(BaseSettings):
     model: str = Field(
         default="smollm2-135m",
         description="model that this engine worker serves: a name, a path, or hf:owner/name",
+    )
+    models: str = Field(
+        default="",
+        description="further models, separated by commas, that this engine worker serves in turn with that one",
+    )
+    worker_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$",
+        description="what `batchsvc workers` and `models load` call this engine worker, whenever it starts; unset: the "
+        "name of its host",
     )
     engine: Literal["auto", "fake"] = Field(
         default="auto",
@@ -148,6 +175,16 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")
     port: int = Field(default=8080, ge=0, le=65535, description="port of the API")
+    signals_host: str = Field(
+        default="127.0.0.1",
+        description="address on which control and engine processes serve /livez, /readyz and /metrics",
+    )
+    signals_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="port for these; 0: any free one, which the log tells and, of a stack, `batchsvc status`",
+    )
 
     max_lines: int = Field(default=1_000_000, ge=1, description="most requests in one batch")
     max_inputs: int = Field(
@@ -179,6 +216,15 @@ class Settings(BaseSettings):
     timezone: str = Field(default="UTC", description="IANA time zone of the off-peak hours, such as Europe/Berlin")
     quota_tokens: int | None = Field(
         default=None, ge=1, description="tokens that a project's unfinished batches may hold; unset: no limit"
+    )
+    requests_per_minute: int | None = Field(
+        default=None, ge=1, le=6_000_000, description="calls that a project may make in a minute; unset: no limit"
+    )
+    max_open_batches: int | None = Field(
+        default=None, ge=1, description="unfinished batches that a project may have; unset: no limit"
+    )
+    max_stored_bytes: int | None = Field(
+        default=None, ge=1, description="bytes of files that a project may keep; unset: no limit"
     )
     quote_ttl_s: int = Field(default=86_400, ge=60, description="how long batches can be created at a quote's prices")
     upload_ttl_s: int = Field(
@@ -250,13 +296,32 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe log event"
     )
+    log_bytes: int = Field(
+        default=8_388_608, ge=4_096, description="size at which the embedded stack moves the log of a process aside"
+    )
+    log_files: int = Field(default=3, ge=1, le=100, description="how many of these it keeps beside each log")
 
     @field_validator(*_URLS)
     @classmethod
     def _begins_right(cls, value: str | None, info: ValidationInfo) -> str | None:
-        begins = _URLS[str(info.field_name)]
-        if value is not None and not value.startswith(begins):
-            raise ValueError(f"it must begin with {' or '.join(begins)}")
+        if value is not None:
+            check_url(value, _URLS[str(info.field_name)])
+        return value
+
+    @field_validator("fake_faults")
+    @classmethod
+    def _names_faults(cls, value: str) -> str:
+        try:
+            Faults.parse(value)
+        except ConfigError as error:
+            raise ValueError("it names oom:N, hang:N, gpu:N, nan:WORD or die:WORD, joined by ;") from error
+        return value
+
+    @field_validator("split_listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if not _LISTENS.fullmatch(value):
+            raise ValueError("it must be shm:///PATH, or gloo://HOST:PORT, nccl://HOST:PORT or nixl://HOST:PORT")
         return value
 
     @field_validator("windows")
@@ -264,6 +329,16 @@ class Settings(BaseSettings):
     def _names_windows(cls, value: str) -> str:
         if not _WINDOWS.fullmatch(value):
             raise ValueError("it names windows in minutes, hours or days, such as 24h,1h,7d")
+        return value
+
+    @field_validator("renew_s")
+    @classmethod
+    def _renews_in_time(cls, value: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s")
+        if lease_s is not None and value >= lease_s:
+            raise ValueError(
+                f"it must be less than BATCHSVC_LEASE_S ({lease_s:g} s): a lease has to live until it is renewed"
+            )
         return value
 
     @field_validator("garbage_grace_s")
@@ -309,25 +384,65 @@ class Settings(BaseSettings):
             raise ValueError("it must be a name of the IANA time zone database, such as Europe/Berlin") from error
         return value
 
+    @property
+    def all_models(self) -> list[str]:
+        """What an engine worker serves: the first model, and those that it serves in turn with it."""
+        return list(dict.fromkeys(name for name in (self.model, *map(str.strip, self.models.split(","))) if name))
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Settings of this process; an empty variable counts as unset.
 
         Raises SettingsError with one sentence a wrong setting.
         """
-        variables = {name: value for name, value in (os.environ if env is None else env).items() if value}
-        for name in _SECRETS:
-            if name not in variables and f"{name}_FILE" in variables:
-                try:
-                    variables[name] = Path(variables[f"{name}_FILE"]).read_text(encoding="utf-8").strip()
-                except OSError as error:
-                    raise SettingsError(f"{name}_FILE can't be read: {error.strerror}.", param=name) from error
+        settings, problems = cls.examined(os.environ if env is None else env)
+        if settings is None:
+            raise SettingsError(" ".join(problems.values()), param=next(iter(problems)))
+        return settings
+
+    @classmethod
+    def examined(cls, env: Mapping[str, str]) -> tuple[Settings | None, dict[str, str]]:
+        """The settings, or a sentence for each variable that stands in their way."""
+        found = gathered(env, SECRETS)
         source = EnvSettingsSource(cls)
-        source.env_vars = {name.lower(): value for name, value in variables.items()}
+        source.env_vars = {name.lower(): value for name, value in found.values.items()}
+        named = {field: variable for field, (variable, _) in cls.used_variables(found.values).items()}
         try:
-            return cls(**source())
+            settings = cls(**source())
         except ValidationError as error:
-            raise SettingsError(_sentence(error)) from error
+            wrong = sentences(error, cls.model_fields, named, SECRETS)
+            by_variable = {named[field]: says for field, says in wrong.items()}
+            return None, {**by_variable, **found.problems}  # a file that can't be read explains why nothing is set
+        return (None, found.problems) if found.problems else (settings, {})
+
+    @classmethod
+    def strangers(cls, env: Mapping[str, str] | None = None) -> list[str]:
+        """A sentence for each variable that begins as ours do and is no setting."""
+        found = unknown(os.environ if env is None else env, cls.known_variables())
+        return [unknown_sentence(name, near) for name, near in found.items()]
+
+    @classmethod
+    def known_variables(cls) -> frozenset[str]:
+        """Every variable that is read."""
+        names = {name for field in cls.model_fields for name in cls.variables_of(field)}
+        return frozenset(names | {f"{name}_FILE" for name in SECRETS})
+
+    @classmethod
+    def used_variables(cls, values: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
+        """The variable that counts for each field, and whether it is set; where none is, the first that would."""
+        used = {}
+        for field in cls.model_fields:
+            names = cls.variables_of(field)
+            found = next((name for name in names if name in values), None)
+            used[field] = (found or names[0], found is not None)
+        return used
+
+    @classmethod
+    def variables_of(cls, field: str) -> tuple[str, ...]:
+        """The environment variables of a field; the first that is set counts."""
+        alias = cls.model_fields[field].validation_alias
+        names = tuple(map(str, getattr(alias, "choices", [alias] if alias else [])))
+        return names or (f"BATCHSVC_{field.upper()}",)
 
     @classmethod
     def settings_customise_sources(
@@ -340,17 +455,3 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what `from_env` passes counts: nothing is read behind its back."""
         return (init_settings,)
-
-
-def _sentence(error: ValidationError) -> str:
-    says = []
-    for problem in error.errors():
-        field = str(problem["loc"][0]) if problem["loc"] else "?"
-        name = field if field.isupper() else f"BATCHSVC_{field.upper()}"
-        if problem["type"] == "missing":
-            says.append(f"{name} is not set.")
-        elif problem["type"] == "value_error":  # says itself what is wrong; a URL's password must not get into a log
-            says.append(f"{name} can't be used: {problem['ctx']['error']}.")
-        else:
-            says.append(f"{name} can't be {problem['input']!r}: {problem['msg']}.")
-    return " ".join(says)

@@ -6,10 +6,12 @@ import os
 import sys
 
 from batchsvc import logs
+from batchsvc.db.migrate import SchemaError, require_current
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from engine.errors import DeviceError, EngineError
 from workers.exits import WorkerExit
+from workers.signals import Signals
 from workers.split import check_role
 
 _USAGE = "Usage: python -m workers control|engine"
@@ -23,25 +25,53 @@ def main(arguments: list[str]) -> int:
     try:
         settings = Settings.from_env()
         logs.configure(settings.log_level)
-        if arguments == ["control"]:
-            from workers.app import run_control
+        logs.warn_of_settings(Settings.strangers())
+        require_current(settings.database_url)
+        with Signals.opened(settings, arguments[0]) as signals:
+            if arguments == ["control"]:
+                from workers.app import run_control
 
-            return run_control(settings)
-        check_role(settings)
-        from workers.app import run_engine
-        from workers.context import open_engine_run, open_prefill_run
+                return run_control(settings, signals)
+            check_role(settings)
+            if settings.role == "prefill":
+                from workers.context import open_prefill_run
 
-        if settings.role == "prefill":
-            open_prefill_run(settings).run()
-            return WorkerExit.STOPPED
-        run = open_engine_run(settings)
-        code = run_engine(run, settings)
-        if run.failure:
-            sys.stderr.write(run.failure + "\n")
-        return code
+                run = open_prefill_run(settings)
+                signals.watch(lambda: None)
+                run.run()
+                return WorkerExit.STOPPED
+            return _run_engine(settings, signals)
+    except SchemaError as error:
+        sys.stderr.write(f"{error}\n")
+        return WorkerExit.SCHEMA
     except (EngineError, ServiceError) as error:
         sys.stderr.write(f"{error}\n")
         return WorkerExit.DEVICE if isinstance(error, DeviceError) else WorkerExit.FAILED
+
+
+def _run_engine(settings: Settings, signals: Signals) -> int:
+    """Serve models until a signal. One that changes over doesn't return: it becomes its successor (switching.py)."""
+    from workers import switching
+    from workers.app import run_engine
+    from workers.context import open_engine_run
+
+    baton = switching.taken()
+    try:
+        run = open_engine_run(settings, baton)
+    except (EngineError, ServiceError) as error:
+        back = baton.returned(str(error)) if baton and not isinstance(error, DeviceError) else None
+        if back is None:
+            raise
+        sys.stderr.write(f"{error} The worker goes back to the model that it served.\n")
+        switching.hand_on(back)
+        raise
+    signals.watch(run.trouble, run.shown, run.digest)
+    code = run_engine(run, settings)
+    if run.failure:
+        sys.stderr.write(run.failure + "\n")
+    if run.switcher is not None and run.switcher.baton is not None:
+        switching.hand_on(run.switcher.baton, unless=run.must_end)
+    return code
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def test_only_the_given_mapping_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_mapping_the_process_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in BASE.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("BATCHSVC_LEASE_S", "3.5")
-    assert Settings.from_env().lease_s == 3.5
+    monkeypatch.setenv("BATCHSVC_LEASE_S", "7.5")
+    assert Settings.from_env().lease_s == 7.5
 
 
 def test_a_secret_may_come_from_a_file(tmp_path: Path) -> None:
@@ -81,10 +81,102 @@ def test_a_url_of_the_wrong_kind_is_refused_without_showing_it(name: str, value:
 def test_an_empty_variable_counts_as_unset() -> None:
     settings = Settings.from_env({**BASE, "AWS_ENDPOINT_URL_S3": "", "BATCHSVC_PORT": ""})
     assert (settings.s3_endpoint, settings.port) == (None, 8080)
-    with pytest.raises(SettingsError, match=r"DATABASE_URL is not set\."):
+    with pytest.raises(SettingsError, match=r"^DATABASE_URL is not set: give it, such as postgresql:"):
         Settings.from_env({**BASE, "DATABASE_URL": ""})
 
 
 def test_a_missing_setting_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"REDIS_URL is not set\."):
+    with pytest.raises(SettingsError, match=r"^REDIS_URL is not set: give it, such as redis:.* or REDIS_URL_FILE"):
         Settings.from_env({"DATABASE_URL": "sqlite:///x.db"})
+
+
+WRONG = {  # by the kind of a field: what can't be its value
+    "int": "many",
+    "float": "soon",
+    "bool": "perhaps",
+    "Literal": "magic",
+}
+UNCHECKED = {  # any text is one: a name, a path, an address
+    "s3_access_key",
+    "s3_secret_key",
+    "s3_region",
+    "model",
+    "fake_witness",
+    "draft",
+    "models",
+    "worker_name",
+    "signals_host",
+    "host",
+}
+OWN = {
+    "database_url": "mysql://x",
+    "redis_url": "amqp://x",
+    "s3_endpoint": "minio:9000",
+    "public_s3_url": "minio",
+    "public_url": "example.com",
+    "bucket": "ab",
+    "fake_faults": "oops",
+    "split_listen": "tcp://h:1",
+    "windows": "tomorrow",
+    "offpeak": "at night",
+    "timezone": "Mars/Base",
+    "secret_key": "short",
+    "egress_allow": "10.0.0.0/99",
+    "seller_name": "x" * 300,
+    "seller_address": "x" * 1001,
+    "seller_country": "Germany",
+    "seller_tax_id": "x" * 65,
+    "seller_tax_rate": "200",
+    "seller_prefix": "inv oice",
+    "accelerator_cost_per_hour": "free",
+}
+
+
+def wrong_value(field: str) -> str | None:
+    kind = str(Settings.model_fields[field].annotation)
+    return OWN.get(field) or next((value for name, value in WRONG.items() if name in kind), None)
+
+
+@pytest.mark.parametrize("field", sorted(set(Settings.model_fields) - UNCHECKED))
+def test_each_setting_refuses_what_it_cannot_be_and_names_itself_and_the_way_out(field: str) -> None:
+    value = wrong_value(field)
+    assert value is not None, f"say in this test what {field} can't be, or that it can be anything"
+    for variable in Settings.variables_of(field):
+        with pytest.raises(SettingsError) as refused:
+            Settings.from_env({**BASE, variable: value})
+        says = refused.value.message
+        assert says.startswith(f"{variable} can't be ")
+        assert says.endswith(".")
+        assert "Input should" not in says  # pydantic's words name no setting's meaning
+        assert refused.value.param == variable
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e999"])
+def test_times_are_finite(value: str) -> None:
+    with pytest.raises(SettingsError, match="BATCHSVC_POLL_S can't be"):
+        Settings.from_env({**BASE, "BATCHSVC_POLL_S": value})
+
+
+def test_a_lease_lives_until_it_is_renewed() -> None:
+    with pytest.raises(
+        SettingsError, match=r"BATCHSVC_RENEW_S can't be used: it must be less than BATCHSVC_LEASE_S \(3 s"
+    ):
+        Settings.from_env({**BASE, "BATCHSVC_LEASE_S": "3"})
+    assert Settings.from_env({**BASE, "BATCHSVC_LEASE_S": "3", "BATCHSVC_RENEW_S": "1"}).lease_s == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DATABASE_URL", "postgresql://u:hunter2@h:port/x", "its host and port can't be read"),
+        ("DATABASE_URL", "postgresql://u:hunter2/@h:5432/x", "its host and port can't be read"),
+        ("REDIS_URL", "redis://:hunter2#@h/0", "its host and port can't be read"),
+        ("REDIS_URL", "redis://", "it names no host"),
+        ("AWS_ENDPOINT_URL_S3", "https://h:999999", "its host and port can't be read"),
+        ("AWS_ENDPOINT_URL_S3", "https://h ost", "a URL has no spaces"),
+    ],
+)
+def test_a_url_that_its_client_would_choke_on_is_refused_without_showing_it(name: str, value: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} can't be used: {says}") as refused:
+        Settings.from_env({**BASE, name: value})
+    assert "hunter2" not in refused.value.message

@@ -91,7 +91,9 @@ def test_a_missing_setting_is_one_sentence(command: str, cli: CommandLine, monke
         monkeypatch.delenv(name, raising=False)
     refused = cli(*command.split())
     assert refused.code == 1
-    assert refused.err == "batchsvc: DATABASE_URL is not set. REDIS_URL is not set.\n"
+    assert refused.err.startswith("batchsvc: DATABASE_URL is not set: give it, such as postgresql://")
+    assert " REDIS_URL is not set: " in refused.err
+    assert refused.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -115,14 +117,30 @@ def test_a_database_that_cannot_be_used_is_one_sentence(
     assert refused.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("role", ["api", "engine"])
-def test_a_process_without_its_settings_ends_with_one_sentence(role: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["serve api", "serve control", "serve engine", "migrate", "keys list --from-env"])
+def test_a_wrong_setting_stops_each_process_with_one_sentence(command: str, tmp_path: Path) -> None:
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    wrong = {"DATABASE_URL": "sqlite:///x", "REDIS_URL_FILE": "/nowhere/redis_url", "BATCHSVC_LEASE_S": "soon"}
     refused = subprocess.run(
-        [*BATCHSVC, "serve", role], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [*BATCHSVC, *command.split()], env=env | wrong, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert refused.returncode == 1
-    assert refused.stderr == "DATABASE_URL is not set. REDIS_URL is not set.\n"
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.removeprefix("batchsvc: ") == (
+        "REDIS_URL_FILE can't be read ('/nowhere/redis_url': No such file or directory). BATCHSVC_LEASE_S can't be "
+        "'soon': it must be a number (how long a unit stays with a silent worker; unset, it is 30).\n"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_wrong_setting_stops_the_embedded_stack_before_anything_has_started(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BATCHSVC_FLUSH_S", "-1")
+    refused = cli("up", "--data-dir", tmp_path / "d")
+    assert refused.code == 1
+    assert refused.err.count("BATCHSVC_FLUSH_S can't be '-1': it must be more than 0 (") == 1
+    assert "Starting" not in refused.err
+    assert not list((tmp_path / "d" / "logs").glob("valkey*"))
 
 
 class _Serving:

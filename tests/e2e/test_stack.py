@@ -199,3 +199,14 @@ def test_a_second_stack_runs_beside_the_first_and_survives_kill_9(
     assert second.holder() is None
     assert not processes_of(second)
     assert second.api_key.stat().st_mode & 0o777 == 0o600
+
+
+def test_config_show_tells_what_the_running_stack_was_started_with(stack: Stack, cli: CommandLine) -> None:
+    shown = cli("config", "show", "--json", *stack.flags)
+    assert shown.code == 0, shown.err
+    told = {row["name"]: (row["value"], row["source"], row["place"]) for row in shown.json["settings"]}
+    assert told["BATCHSVC_MODEL"] == (stack.model, "flag", "--model")
+    assert told["DATABASE_URL"][1] == "stack"
+    secrets = [path.read_text().strip() for path in (stack.directory.root / "secrets").iterdir()]
+    assert secrets
+    assert not any(secret in shown.out for secret in secrets)

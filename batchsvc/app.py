@@ -6,7 +6,6 @@ import ipaddress
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -16,6 +15,7 @@ from sqlalchemy.orm import Session
 
 import batchsvc.accounts.routes
 import batchsvc.batches.explain_routes
+import batchsvc.batches.incident_routes
 import batchsvc.batches.message_routes
 import batchsvc.batches.model_routes
 import batchsvc.batches.quote_routes
@@ -33,12 +33,13 @@ import batchsvc.interactive.routes
 import batchsvc.webhooks.routes
 from batchsvc import logs
 from batchsvc.accounts.caller import CallerDep, require_caller
+from batchsvc.accounts.door import Door
 from batchsvc.batches import garbage_queries
 from batchsvc.batches.service import live_batch_of
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher, Dispatcher
-from batchsvc.errors import ServiceError, UnavailableError
+from batchsvc.errors import ServiceError
 from batchsvc.health import Checks
 from batchsvc.http import errors
 from batchsvc.http.deps import Context
@@ -52,13 +53,15 @@ from batchsvc.store.s3 import ObjectStore
 _POOL = 20  # database connections: about one for every two of the threads that run routes
 _DELETE_GRACE_S = 600  # a download that has begun may end
 _DRAIN_S = 8
+_SCHEMA_EXIT = 8  # as workers/exits.py has it
 
 
 def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> FastAPI:
     """The application on these settings. Opens no connection before the first request."""
     db = Database(settings.database_url, pool_size=_POOL)
     store = ObjectStore(settings)
-    checks, metrics = Checks(db, store, settings.redis_url), Metrics(db, settings)
+    checks = Checks(db, lambda: store, settings.redis_url)
+    metrics = Metrics(db, settings, checks)
     context = Context(
         settings=settings,
         db=db,
@@ -76,6 +79,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         await switchboard.close()
+        door.close()
         context.dispatcher.close()
         checks.close()
         db.dispose()
@@ -91,6 +95,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     )
     app.state.context = context
     app.state.switchboard = switchboard
+    app.state.door = door = Door(db, settings)
     app.add_middleware(
         RequestMiddleware,
         limits=[
@@ -112,6 +117,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     app.include_router(batchsvc.batches.result_routes.router)
     app.include_router(batchsvc.batches.stop_routes.router)
     app.include_router(batchsvc.batches.worker_routes.router)
+    app.include_router(batchsvc.batches.incident_routes.router)
     app.include_router(batchsvc.billing.routes.router)
     app.include_router(batchsvc.billing.usage_routes.router)
     app.include_router(batchsvc.billing.invoice_routes.router)
@@ -127,11 +133,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     def readyz() -> Response:
         """Whether requests can be served, part by part; needs no key."""
         health = checks.look()
-        said: dict[str, Any] = {"status": health.status, "parts": health.parts}
-        if health.status == "unready":
-            broken = " ".join(text for text in health.parts.values() if text != "ok")
-            said |= UnavailableError(broken, code="not_ready").envelope()
-        return JSONResponse(said, status_code=503 if health.status == "unready" else 200)
+        return JSONResponse(health.shown(), status_code=200 if health.is_ready else 503)
 
     @app.get("/metrics", response_class=Response, responses=sends(CONTENT_TYPE_LATEST))
     def show_metrics(request: Request) -> Response:
@@ -160,13 +162,17 @@ def _is_loopback(request: Request) -> bool:
 
 
 def main() -> None:
-    """Migrate the database, make the bucket, and serve until told to stop."""
+    """Make schema and bucket where there are none, and serve until told to stop."""
     try:
         settings = Settings.from_env()
         logs.configure(settings.log_level)
-        migrate.upgrade(settings.database_url)
+        logs.warn_of_settings(Settings.strangers())
+        migrate.make_or_require(settings.database_url)
         ObjectStore(settings).ensure_bucket()
         app = create_app(settings)
+    except migrate.SchemaError as error:
+        sys.stderr.write(f"{error.message}\n")
+        sys.exit(_SCHEMA_EXIT)
     except ServiceError as error:
         sys.exit(error.message)
     uvicorn.run(

@@ -16,6 +16,8 @@ import redis
 import structlog
 from celery import Celery
 
+from batchsvc import counters
+
 CONTROL_QUEUE = "ctl"
 PLAN_TASK = "batch.plan"
 FINALIZE_TASK = "batch.finalize"
@@ -113,6 +115,7 @@ class CeleryDispatcher:
         try:
             self._buffer.put_nowait(message)
         except queue.Full:
+            counters.HINTS_DROPPED.inc()
             log.warning("dispatch.dropped", task=message.task)
 
     def _run(self) -> None:
@@ -121,7 +124,9 @@ class CeleryDispatcher:
                 for _ in range(message.count):
                     self._app.send_task(message.task, args=message.args, queue=message.queue, retry=False)
             except Exception as error:  # whatever the broker's client raises: the message was a hint
-                log.warning("dispatch.failed", task=message.task, error=type(error).__name__, dropped=self._drop())
+                dropped = self._drop()
+                counters.HINTS_DROPPED.inc(dropped)
+                log.warning("dispatch.failed", task=message.task, error=type(error).__name__, dropped=dropped)
 
     def _drop(self) -> int:
         """Forget what is buffered: every message would wait for the same dead broker. Keeps the end mark."""

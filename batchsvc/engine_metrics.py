@@ -1,7 +1,8 @@
 """What /metrics shows of the engines: histograms and counts by model and lane, added up from workers' heartbeats.
 
 A counter of Prometheus must not fall when a worker ends, so each API process adds up by how much each worker's own
-counts grew since it last looked.
+counts grew since it last looked. A worker shows its own numbers under names of their own (`batchsvc_worker_...`), so
+that a sum over all processes counts nothing twice.
 """
 
 from __future__ import annotations
@@ -30,20 +31,25 @@ _TOKENS = {
     "computed_tokens": "Tokens computed, again or not.",
     "output_tokens": "Tokens generated.",
 }
+_LINES = ("ok", "error")
+_LINE_TOKENS = ("input", "cached", "output")
 _TIMES = {
-    "ttft": ("batchsvc_ttft_seconds", "Time from a request's arrival in the engine to its first token."),
-    "gaps": ("batchsvc_inter_token_seconds", "Time between two tokens of an answer."),
+    "ttft": ("ttft_seconds", "Time from a request's arrival in the engine to its first token."),
+    "gaps": ("inter_token_seconds", "Time between two tokens of an answer."),
+    "speeds": ("answer_tokens_per_second", "Speed of answers, each over its tokens after the first."),
 }
+_UNITS = {"speeds": "tps"}  # of the bounds and the sum, where they aren't seconds
 _KNOWN_WORKERS = 10_000  # that may come back
-_STEPS = ("batchsvc_step_seconds", "Time of an engine's step.")
+_STEPS = ("step_seconds", "Time of an engine's step.")
+_DEPLOYMENT, _WORKER = "batchsvc_", "batchsvc_worker_"
 
 
 class Series(NamedTuple):
-    """What one number counts. `bound_s` is that of a histogram's bucket, None of its sum or of a plain count."""
+    """What one number counts. `bound` is that of a histogram's bucket, None of its sum or of a plain count."""
 
     name: str
     labels: tuple[str, ...]
-    bound_s: float | None = None
+    bound: float | None = None
 
 
 class Growth:
@@ -85,14 +91,35 @@ class EngineMetrics(Collector):
             names = queries.names_by_digest(session)
             workers = worker_queries.alive(session, alive_since_ms(session, self._renew_s))
         said = [(worker, _labels(worker, names), dict(worker.stats or {})) for worker in workers]
-        yield from _gauges([(labels, stats) for _, labels, stats in said])
+        yield from _gauges([(labels, stats) for _, labels, stats in said], _DEPLOYMENT)
         sums = self._growth.look({worker.id: counts_of(stats, labels) for worker, labels, stats in said})
-        yield from _counters(sums)
+        yield from _counters(sums, _DEPLOYMENT)
+
+
+def of_worker(stats: Mapping[str, Any], model: tuple[str, str]) -> Iterator[Metric]:
+    """What one worker shows of itself; `model` is the name and the digest of what it serves."""
+    yield from _gauges([(model, stats)], _WORKER)
+    yield from _counters(counts_of(stats, model), _WORKER)
+    yield GaugeMetricFamily("batchsvc_worker_units", "Units that this worker has.", value=stats.get("units", 0))
+    yield GaugeMetricFamily(
+        "batchsvc_worker_buffered_bytes",
+        "Finished lines that wait for their part.",
+        value=stats.get("buffered_bytes", 0),
+    )
+    lost = CounterMetricFamily(
+        "batchsvc_worker_leases_lost", "Leases that this worker gave up or was robbed of.", labels=("outcome",)
+    )
+    for outcome, num in (stats.get("leases_lost") or {}).items():
+        lost.add_metric([outcome], num)
+    yield lost
 
 
 def counts_of(stats: Mapping[str, Any], model: tuple[str, ...]) -> dict[Series, float]:
     """All that a worker counts since its start, as plain numbers."""
     found: dict[Series, float] = {Series("busy", model): stats.get("busy_ms", 0) / 1000}
+    ended = stats.get("ended") or {}
+    found |= {Series("lines", (*model, outcome)): ended.get(outcome, 0) for outcome in _LINES}
+    found |= {Series("line_tokens", (*model, kind)): ended.get(f"{kind}_tokens", 0) for kind in _LINE_TOKENS}
     for lane in LANES:
         said = dict(stats.get("lanes") or {}).get(lane) or {}
         labels = (*model, lane)
@@ -103,49 +130,53 @@ def counts_of(stats: Mapping[str, Any], model: tuple[str, ...]) -> dict[Series, 
 
 
 def _times(name: str, labels: tuple[str, ...], said: Mapping[str, Any]) -> dict[Series, float]:
-    bounds = [*said.get("bounds_s", ()), math.inf]
+    unit = _UNITS.get(name, "s")
+    bounds = [*said.get(f"bounds_{unit}", ()), math.inf]
     found: dict[Series, float] = {
-        Series(name, labels, bound_s): count for bound_s, count in zip(bounds, said.get("counts", ()), strict=False)
+        Series(name, labels, bound): count for bound, count in zip(bounds, said.get("counts", ()), strict=False)
     }
-    return found | {Series(name, labels): said.get("sum_s", 0.0)} if found else {}
+    return found | {Series(name, labels): said.get(f"sum_{unit}", 0.0)} if found else {}
 
 
-def _counters(sums: Mapping[Series, float]) -> Iterator[Metric]:
-    for name, says in _TOKENS.items():
-        family = CounterMetricFamily(f"batchsvc_{name}", says, labels=_LANE_LABELS)
+def _counters(sums: Mapping[Series, float], prefix: str) -> Iterator[Metric]:
+    shown = {
+        **{name: (name, says, _LANE_LABELS) for name, says in _TOKENS.items()},
+        "busy": ("engine_busy_seconds", "Time that engines computed.", _MODEL_LABELS),
+        "lines": ("lines", "Lines that workers ended, by how.", (*_MODEL_LABELS, "outcome")),
+        "line_tokens": ("line_tokens", "Tokens of the lines that ended, as billed.", (*_MODEL_LABELS, "kind")),
+    }
+    for name, (ending, says, labels) in shown.items():
+        family = CounterMetricFamily(prefix + ending, says, labels=labels)
         for series in _of(sums, name):
             family.add_metric(series.labels, sums[series])
         yield family
-    busy = CounterMetricFamily("batchsvc_engine_busy_seconds", "Time that engines computed.", labels=_MODEL_LABELS)
-    for series in _of(sums, "busy"):
-        busy.add_metric(series.labels, sums[series])
-    yield busy
-    for name, (shown, says) in _TIMES.items():
-        yield _histogram(HistogramMetricFamily(shown, says, labels=_LANE_LABELS), sums, name)
-    yield _histogram(HistogramMetricFamily(*_STEPS, labels=_MODEL_LABELS), sums, "steps")
+    for name, (ending, says) in _TIMES.items():
+        yield _histogram(HistogramMetricFamily(prefix + ending, says, labels=_LANE_LABELS), sums, name)
+    ending, says = _STEPS
+    yield _histogram(HistogramMetricFamily(prefix + ending, says, labels=_MODEL_LABELS), sums, "steps")
 
 
 def _of(sums: Mapping[Series, float], name: str) -> Iterator[Series]:
     """The counts of this name, or the sums of its histograms."""
-    return (series for series in sums if series.name == name and series.bound_s is None)
+    return (series for series in sums if series.name == name and series.bound is None)
 
 
 def _histogram(family: HistogramMetricFamily, sums: Mapping[Series, float], name: str) -> HistogramMetricFamily:
     for total in _of(sums, name):
-        bounds = sorted(s.bound_s for s in sums if s[:2] == total[:2] and s.bound_s is not None)
+        bounds = sorted(s.bound for s in sums if s[:2] == total[:2] and s.bound is not None)
         below, buckets = 0.0, []
-        for bound_s in bounds:
-            below += sums[Series(name, total.labels, bound_s)]
-            buckets.append(("+Inf" if math.isinf(bound_s) else str(bound_s), below))
+        for bound in bounds:
+            below += sums[Series(name, total.labels, bound)]
+            buckets.append(("+Inf" if math.isinf(bound) else str(bound), below))
         family.add_metric(total.labels, buckets=buckets, sum_value=sums[total])
     return family
 
 
-def _gauges(said: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]) -> Iterator[Metric]:
-    running = GaugeMetricFamily("batchsvc_requests_running", "Sequences that run in engines.", labels=_LANE_LABELS)
-    waiting = GaugeMetricFamily("batchsvc_requests_waiting", "Sequences that wait in engines.", labels=_LANE_LABELS)
+def _gauges(said: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], prefix: str) -> Iterator[Metric]:
+    running = GaugeMetricFamily(f"{prefix}requests_running", "Sequences that run in engines.", labels=_LANE_LABELS)
+    waiting = GaugeMetricFamily(f"{prefix}requests_waiting", "Sequences that wait in engines.", labels=_LANE_LABELS)
     speed = GaugeMetricFamily(
-        "batchsvc_output_tokens_per_second", "Tokens generated, over the last ten seconds.", labels=_LANE_LABELS
+        f"{prefix}output_tokens_per_second", "Tokens generated, over the last ten seconds.", labels=_LANE_LABELS
     )
     lanes: defaultdict[tuple[str, ...], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     models: defaultdict[tuple[str, ...], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -160,9 +191,9 @@ def _gauges(said: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]) -> Iterat
         running.add_metric(labels, own["running"])
         waiting.add_metric(labels, own["waiting"])
         speed.add_metric(labels, own["output_tps"])
-    kv = GaugeMetricFamily("batchsvc_kv_used_ratio", "Share of the KV blocks that are in use.", labels=_MODEL_LABELS)
+    kv = GaugeMetricFamily(f"{prefix}kv_used_ratio", "Share of the KV blocks that are in use.", labels=_MODEL_LABELS)
     hits = GaugeMetricFamily(
-        "batchsvc_prefix_hit_ratio", "Share of all prompt tokens that the prefix cache held.", labels=_MODEL_LABELS
+        f"{prefix}prefix_hit_ratio", "Share of all prompt tokens that the prefix cache held.", labels=_MODEL_LABELS
     )
     for labels, own in models.items():
         kv.add_metric(labels, own["used_blocks"] / max(own["num_blocks"], 1.0))

@@ -1,22 +1,33 @@
-"""What /metrics shows, in Prometheus' text format: read from SQL at each scrape."""
+"""What /metrics shows, in Prometheus' text format: of the process that is asked, and, from the API, of the deployment.
+
+What is read from SQL is left out while the database doesn't answer, so that a scrape still tells that it doesn't.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+import structlog
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
-from batchsvc.batches import finalize_queries, queries, reconcile_sample_queries, scaling_queries
+from batchsvc import counters
+from batchsvc.batches import finalize_queries, queries, scaling_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
 from batchsvc.engine_metrics import EngineMetrics
+from batchsvc.health import OK, Checks, Health, HealthMetrics
+from batchsvc.operation_metrics import OperationMetrics
 from batchsvc.settings import Settings
 
+_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
 _MODEL_LABELS = ("model", "model_digest")
+
+log = structlog.get_logger(__name__)
 
 
 class SqlGauges(Collector):
@@ -34,7 +45,6 @@ class SqlGauges(Collector):
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
             damaged = finalize_queries.damaged_parts(session)
-            added_up, differences = reconcile_sample_queries.counts(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
@@ -55,22 +65,42 @@ class SqlGauges(Collector):
         yield CounterMetricFamily(
             "batchsvc_parts_damaged", "Results found missing or damaged, whose lines were run again.", value=damaged
         )
-        yield CounterMetricFamily(
-            "batchsvc_batches_reconciled", "Ended batches that the reaper has added up again.", value=added_up
-        )
-        yield CounterMetricFamily(
-            "batchsvc_reconcile_differences", "Numbers that differed when batches were added up.", value=differences
-        )
 
 
-class Metrics:
-    """The registry of one process."""
+class ProcessMetrics:
+    """What every process shows of itself: its parts, what it has counted, and what it takes of its machine."""
 
-    def __init__(self, db: Database, settings: Settings) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(SqlGauges(db, settings))
-        self._registry.register(EngineMetrics(db, settings.renew_s))
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        self.registry = CollectorRegistry()
+        ProcessCollector(namespace="batchsvc", registry=self.registry)
 
     def text(self) -> bytes:
-        """All metrics as text."""
-        return generate_latest(self._registry)
+        """All metrics as text. Never raises for a part that is away."""
+        return self._text(self._checks.look())
+
+    def _text(self, health: Health) -> bytes:
+        own = CollectorRegistry()
+        own.register(HealthMetrics(health))
+        return b"".join(map(generate_latest, (own, self.registry, counters.REGISTRY)))
+
+
+class Metrics(ProcessMetrics):
+    """What an API process shows: itself, and the deployment."""
+
+    def __init__(self, db: Database, settings: Settings, checks: Checks) -> None:
+        super().__init__(checks)
+        self._deployment = CollectorRegistry()
+        self._deployment.register(SqlGauges(db, settings))
+        self._deployment.register(OperationMetrics(db, settings))
+        self._deployment.register(EngineMetrics(db, settings.renew_s))
+
+    def _text(self, health: Health) -> bytes:
+        own = super()._text(health)
+        if health.parts["database"] != OK:
+            return own
+        try:
+            return own + generate_latest(self._deployment)
+        except _AWAY as error:  # it went away just now: the next scrape says so
+            log.warning("metrics.not_read", error=type(error).__name__)
+            return own

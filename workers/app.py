@@ -16,7 +16,7 @@ from celery.apps.worker import Worker, install_worker_term_handler
 from celery.platforms import SecurityWarning
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc import logs
+from batchsvc import counters, logs
 from batchsvc.dispatch import (
     CONTROL_QUEUE,
     FINALIZE_TASK,
@@ -30,6 +30,7 @@ from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from workers import messages
 from workers.context import ControlRun, new_owner
+from workers.signals import Signals
 from workers.step import EngineRun, step_of
 
 _CONTROL_THREADS = 2
@@ -51,9 +52,10 @@ class Role:
     grace_s: float
 
 
-def run_control(settings: Settings) -> int:
+def run_control(settings: Settings, signals_of: Signals) -> int:
     """Plan, finalize and reap until a signal. Returns the exit code."""
     run = ControlRun(settings)
+    signals_of.watch(run.trouble)
     app = celery_app(settings.redis_url, is_worker=True)
     app.task(_logged(PLAN_TASK, run.planner.plan), name=PLAN_TASK)
     app.task(_logged(FINALIZE_TASK, run.finalizer.finalize), name=FINALIZE_TASK)
@@ -126,9 +128,12 @@ def _logged(name: str, do: Callable[..., object]) -> Callable[..., None]:
             return
         try:
             do(*args)
+            counters.TASK_RUNS.labels(name, "done").inc()
         except (ServiceError, DBAPIError) as error:
+            counters.TASK_RUNS.labels(name, "failed").inc()
             log.warning("task.failed", task=name, **logs.where(error))
         except Exception as error:  # a defect of ours, or damaged objects: never a traceback with contents
+            counters.TASK_RUNS.labels(name, "crashed").inc()
             log.warning("task.crashed", task=name, **logs.where(error))
 
     return task

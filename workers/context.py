@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,9 @@ from sqlalchemy.exc import DBAPIError
 from batchsvc import ids
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import worker_queries
+from batchsvc.batches.offpeak import Night
 from batchsvc.batches.reading import PlanContext
+from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher
 from batchsvc.errors import UnavailableError
@@ -31,7 +34,7 @@ from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.load.origin import draft_project_of
 from engine.text import load_text
-from workers import split
+from workers import split, switching
 from workers.exporter import Exporter
 from workers.finalize import Finalizer
 from workers.importer import Importer
@@ -39,12 +42,14 @@ from workers.plan import Planner
 from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
+from workers.switching import Announcer, Baton, LineUp, OwnModel, Switcher
 from workers.webhooks import Courier
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
 _TEXTS = 4  # tokenizers that a control process keeps
+_SILENT_TICKS, _LEAST_SILENCE_S = 20, 120.0  # of a reaper, before something is wrong: a tick may merge a batch itself
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +60,7 @@ class ControlRun:
     def __init__(self, settings: Settings) -> None:
         owner = new_owner()
         self._is_stopping = False
+        self._most_silent_s = max(_LEAST_SILENCE_S, _SILENT_TICKS * settings.reaper_s)
         self._db = Database(settings.database_url)
         self._dispatcher = CeleryDispatcher(settings.redis_url)
         store = ObjectStore(settings)
@@ -82,6 +88,11 @@ class ControlRun:
         self._exporter.start()
         self.reaper.start()
 
+    def trouble(self) -> str | None:
+        """Why nothing is repaired, in a sentence; None: all is well."""
+        silent_s = monotonic_s() - self.reaper.ticked_s
+        return None if silent_s < self._most_silent_s else f"The reaper hasn't ended a tick for {silent_s:.0f} s."
+
     def signalled(self) -> None:
         """Called in the signal handler: what is being merged is let go of soon."""
         self._is_stopping = True
@@ -100,12 +111,64 @@ class ControlRun:
         self._db.dispose()
 
 
-def open_engine_run(settings: Settings) -> EngineRun:
-    """An engine process, ready to start. Raises EngineError or ServiceError with one sentence if it can't serve."""
+def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun:
+    """An engine process, ready to start. Raises EngineError or ServiceError with one sentence if it can't serve.
+
+    With a `baton` it goes on for a process that served another model before.
+    """
     db, store = Database(settings.database_url), ObjectStore(settings)
     _check_services(db, store)
-    path = locate(settings.model)
-    meta = read_meta(path)
+    owner, night = new_owner(), Night.from_settings(settings)
+    own = baton.own if baton else switching.own_models(settings.all_models)
+    line_up = LineUp(settings.worker_name or socket.gethostname(), own, baton.refused if baton else {})
+    if settings.role != "unified":  # a half has one model
+        chosen = own[0]
+    elif baton is None:
+        chosen = switching.first_model(db, line_up, owner, is_night=night.is_open(now_ms()))
+    else:
+        line_up.look(db)
+        chosen = OwnModel(baton.digest, baton.source)
+    if chosen.digest != own[0].digest:  # what was chosen for the first model may not fit another
+        settings = settings.model_copy(update={"draft": None, "spec": "off" if settings.draft else settings.spec})
+    with (
+        nullcontext()
+        if baton is None
+        else Announcer(db, owner, chosen.digest, line_up.place(), baton.before, settings.renew_s)
+    ):
+        run = _open_run(settings, db, store, chosen, owner, line_up, checked=() if baton else own)
+    run.swap_began_s = baton.began_s if baton else None
+    if settings.role != "unified":
+        return run
+    run.switcher = Switcher(
+        db,
+        line_up,
+        worker_id=owner,
+        digest=run.digest,
+        period_s=settings.poll_s,
+        is_night=lambda: night.is_open(now_ms()),
+        may_decide=run.may_change_over,
+        change_over=run.change_over,
+        on_crash=run.crashed,
+    )
+    return run
+
+
+def _open_run(
+    settings: Settings,
+    db: Database,
+    store: ObjectStore,
+    chosen: OwnModel,
+    owner: str,
+    line_up: LineUp,
+    *,
+    checked: Collection[OwnModel],  # whose files were just read
+) -> EngineRun:
+    path, digest = locate(chosen.source), chosen.digest
+    if chosen not in checked and read_meta(path).digest != digest:
+        raise UnavailableError(
+            f"The files in {path} aren't the model that was registered: register them again with "
+            f"`batchsvc models add {chosen.source}`."
+        )
     formats, quality = (None, None) if settings.engine == "fake" else _formats(settings, path)
     device = "cpu"
     note: Callable[[], str | None] | None = None
@@ -115,7 +178,7 @@ def open_engine_run(settings: Settings) -> EngineRun:
         real = _engine(settings, db, path, formats)
         engine, device = real, real.device
         if settings.role == "decode":
-            engine = side = split.decode_side(real, db, meta.digest)
+            engine = side = split.decode_side(real, db, digest)
             note = split.Waiting(side).note
     return EngineRun(
         settings,
@@ -123,12 +186,14 @@ def open_engine_run(settings: Settings) -> EngineRun:
         store,
         CeleryDispatcher(settings.redis_url),
         engine,
-        digest=meta.digest,
-        owner=new_owner(),
+        digest=digest,
+        owner=owner,
         formats=formats,
         device=device,
         quality=quality,
         note=note,
+        place=line_up.place,
+        problems=line_up.problems,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import structlog
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints
+from batchsvc import counters, failpoints
 from batchsvc.batches import finalize_queries, garbage_queries, never_ran, part_file, window_file
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
@@ -43,6 +43,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PATIENCE_S = 60.0  # that a store may be silent
+_UNRUN = {
+    Status.CANCELLED: "cancelled",
+    Status.EXPIRED: "expired",
+    Status.COMPLETED: "lost",
+}  # as counters.UNRUN has it
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +97,7 @@ class Finalizer:
         finally:
             attempt.close()
         if published:
+            counters.LINES_UNRUN.labels(_UNRUN[lease.why]).inc(attempt.num_unrun)
             failpoints.reach("batch.published")
             log.info("batch.ended", batch=batch_id, status=lease.why)
         else:
@@ -123,6 +129,7 @@ class _Attempt:
         self._fetch: Callable[[str], bytes] = lambda key: persist(lambda: store.get(key))
         self._is_sound = True  # nothing damaged was found
         self._num_merged = 0
+        self.num_unrun = 0  # lines that got an error line because nobody ran them
         self._uploads: list[list[str]] = []
         self._streams = {
             kind: ResultStream(
@@ -231,6 +238,7 @@ class _Attempt:
         missing = [pair for pair in zip(lines.line_nos, lines.custom_ids, strict=True) if pair[0] not in done]
         error_row = partial(part_file.error_row, batch_id=self._lease.batch_id, code=code, message=message)
         rows = [error_row(line_no=line_no, custom_id=custom_id) for line_no, custom_id in missing]
+        self.num_unrun += len(rows)
         return part_file.error_rows([line_no for line_no, _ in missing], rows)
 
     def _note_upload(self, key: str, upload_id: str) -> None:

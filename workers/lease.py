@@ -19,8 +19,9 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc import failpoints
-from batchsvc.batches import unit_queries, worker_queries
+from batchsvc.batches import hold_queries, unit_queries, worker_queries
 from batchsvc.batches.unit_queries import Claim, RenewedUnit
+from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from workers.breaker import Breaker
@@ -39,10 +40,16 @@ class Beat(NamedTuple):
     stats: dict[str, Any]
 
 
+def _ignored(_reason: str | None) -> None:
+    """Orders of an operator, where nobody follows any."""
+
+
 class LeaseKeeper:
     """Renews what it was told to hold, and reports what was lost and what has to stop.
 
     `on_lost` gets claims and `on_stop` unit ids, on the renewal thread; each claim is reported as lost once.
+    `on_drain` gets why an operator has drained this worker, or None, again and again. `place` is told with each
+    heartbeat.
     """
 
     def __init__(
@@ -58,8 +65,12 @@ class LeaseKeeper:
         on_lost: Callable[[list[Claim]], None],
         on_stop: Callable[[list[str]], None],
         on_crash: Callable[[Exception], None],
+        on_drain: Callable[[str | None], None] = _ignored,
+        place: Callable[[], Place] = Place,
     ) -> None:
         self._db = db
+        self._on_drain = on_drain
+        self._place = place
         self._owner = owner
         self._digest = digest
         self._lease_s = lease_s
@@ -72,6 +83,7 @@ class LeaseKeeper:
         self._proof_s: dict[str, float] = {}  # unit id -> monotonic time at which the last proof of the lease began
         self._epochs: dict[str, int] = {}
         self._given_up: dict[str, int] = {}  # unit id -> epoch, of units that nobody works on and may be leased to us
+        self._lost = {"fenced": 0, "gone": 0}
         self._stopped = threading.Event()
         self._thread = WorkThread("lease", self._run, on_crash)
 
@@ -110,6 +122,10 @@ class LeaseKeeper:
             proof = self._proof_s.get(claim.unit_id) if self._epochs.get(claim.unit_id) == claim.epoch else None
         return proof is not None and monotonic_s() - proof < self._lease_s * _SELF_FENCE
 
+    def lost(self) -> dict[str, int]:
+        """Leases that this worker gave up because it couldn't renew them, and those that others had taken."""
+        return dict(self._lost)
+
     def tick(self) -> None:
         """Renew once, then report what was lost and what has to stop."""
         failpoints.reach("lease.due")
@@ -127,13 +143,15 @@ class LeaseKeeper:
         self.fence()
 
     def look(self) -> None:
-        """Report what has to stop."""
+        """Report what has to stop, and whether an operator has drained this worker."""
         try:
             with self._db.reading() as session:
                 stopping = unit_queries.stopping(session, self._owner)
+                drained = hold_queries.of_worker(session, self._owner)
         except DBAPIError as error:
             log.warning("lease.not_looked", error=type(error).__name__)
             return
+        self._on_drain(drained)
         self._tell(stopping)
 
     def fence(self) -> None:
@@ -142,6 +160,7 @@ class LeaseKeeper:
             held = dict(self._epochs)
         late = [claim for claim in map(Claim, held.keys(), held.values()) if not self.is_held(claim)]
         if ours := self.give_up(late):
+            self._lost["fenced"] += len(ours)
             log.warning("lease.fenced", units=[claim.unit_id for claim in ours])
             self._on_lost(ours)
 
@@ -153,6 +172,7 @@ class LeaseKeeper:
         with self._lock:
             lost = [claim for claim in lost if self._epochs.get(claim.unit_id) == claim.epoch]
         if lost:
+            self._lost["gone"] += len(lost)
             log.info("lease.gone", units=[claim.unit_id for claim in lost])
             self.forget(lost)
             self._on_lost(lost)
@@ -165,7 +185,14 @@ class LeaseKeeper:
         try:
             with self._db.transaction() as session:
                 renewed = unit_queries.renew(session, self._owner, self._lease_s, known)
-                worker_queries.beat(session, self._owner, self._digest, is_draining=beat.is_draining, stats=beat.stats)
+                drained = worker_queries.beat(
+                    session,
+                    self._owner,
+                    self._digest,
+                    is_draining=beat.is_draining,
+                    stats=beat.stats,
+                    place=self._place(),
+                )
                 for unit in renewed:
                     if given_up.get(unit.id) == unit.epoch:
                         unit_queries.release(session, unit.id, unit.epoch)
@@ -174,6 +201,7 @@ class LeaseKeeper:
             log.warning("lease.not_renewed", error=type(error).__name__)
             return None
         self._breaker.worked("leases")
+        self._on_drain(drained)
         with self._lock:
             for unit_id in given_up:
                 self._given_up.pop(unit_id, None)

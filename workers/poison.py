@@ -11,7 +11,7 @@ import hashlib
 import structlog
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import poison_queries, unit_file, unit_queries
+from batchsvc.batches import poison_queries, tally_queries, unit_file, unit_queries
 from batchsvc.batches.unit_queries import ClaimedUnit, NewPart
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
@@ -45,7 +45,8 @@ class Condemner:
         def count(session: Session) -> bool:
             if not unit_queries.commit_part(session, unit.id, unit.epoch, part):
                 return False
-            poison_queries.note_poison(session, unit.batch_id)
+            poison_queries.note_poison(session, unit.batch_id, part.id)
+            tally_queries.add(session, "lines_quarantined", part.lines_err)
             return True
 
         is_counted = self._db.run(count)

@@ -34,7 +34,7 @@ import structlog
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints, logs
+from batchsvc import counters, failpoints, logs
 from batchsvc.accounts import idempotency
 from batchsvc.batches import (
     budget_queries,
@@ -48,6 +48,7 @@ from batchsvc.batches import (
     reaper_queries,
     reconcile_sample_queries,
     repair_queries,
+    tally_queries,
     unit_queries,
     worker_queries,
 )
@@ -108,6 +109,7 @@ class Reaper:
         self._next_audit_s = monotonic_s() + self._audit_period_s
         self._next_sample_s = monotonic_s() + settings.reconcile_s
         self._unsure_until_s = 0.0
+        self.ticked_s = monotonic_s()  # when its last tick ended, or it was made
         self._plan_hints: Counter[str] = Counter()
         self._finalize_hints: Counter[str] = Counter()
         self._quote_hints: Counter[str] = Counter()
@@ -144,6 +146,7 @@ class Reaper:
             self._garbage,
             self._audit_now_and_then,
             self._reconcile_now_and_then,
+            self._tally,
         )
         failpoints.reach("reaper.ticked")
         for step in steps:
@@ -152,6 +155,7 @@ class Reaper:
             try:
                 step()
             except (ServiceError, DBAPIError, OSError) as error:
+                counters.REAPER_STEP_FAILURES.inc()
                 log.warning("reaper.failed", step=step.__name__.strip("_"), **logs.where(error))
 
     def audit(self) -> int:
@@ -202,7 +206,7 @@ class Reaper:
                 with self._db.reading() as session:
                     database_now_ms(session)
                 return
-            freed = self._db.run(unit_queries.free_expired)
+            freed = self._db.run(_free_expired)
         except OperationalError:
             self._unsure_until_s = monotonic_s() + self._settings.lease_s
             raise
@@ -336,11 +340,23 @@ class Reaper:
             if deleted := self.audit():
                 log.info("store.audited", deleted=deleted)
 
+    def _tally(self) -> None:
+        """Last: a tick that got to its end is what an operator wants to hear of."""
+        self._db.run(lambda session: tally_queries.add(session, "reaper_ticks"))
+        self.ticked_s = monotonic_s()
+
     def _reconcile_now_and_then(self) -> None:
         period_s = self._settings.reconcile_s
         if period_s and monotonic_s() >= self._next_sample_s:
             self._next_sample_s = monotonic_s() + period_s
             self.reconcile(period_s)
+
+
+def _free_expired(session: Session) -> int:
+    freed = unit_queries.free_expired(session)
+    if freed:
+        tally_queries.add(session, "leases_lost", freed)
+    return freed
 
 
 def _expire_unplanned(session: Session) -> list[str]:

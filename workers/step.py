@@ -31,6 +31,7 @@ from batchsvc import failpoints
 from batchsvc.batches import finalize_queries, unit_queries, worker_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.unit_queries import ClaimedUnit
+from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
@@ -44,6 +45,7 @@ from workers.intake import Intake
 from workers.interactive import CallSource
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
+from workers.switching import Switcher
 from workers.thread import WorkThread
 from workers.units import UnitSource
 from workers.writer import Writer
@@ -75,8 +77,15 @@ class EngineRun:
         quality: dict[str, Any] | None = None,
         on_failure: Callable[[], None] | None = None,
         note: Callable[[], str | None] | None = None,
+        place: Callable[[], Place] = Place,
+        problems: Callable[[], list[str]] = list,
     ) -> None:
         self.digest = digest
+        self.switcher: Switcher | None = None
+        self.swap_began_s: float | None = None  # when the process before this one decided to change over
+        self._place = place
+        self._problems = problems
+        self._drained: str | None = None  # why an operator lets it begin nothing
         self._note = note or _nothing  # what the engine waits for, in a sentence; meanwhile nothing is begun
         self._formats = formats  # None: the fake engine has no weights
         self._quality = quality
@@ -118,6 +127,8 @@ class EngineRun:
             on_lost=self._units.lost,
             on_stop=self._units.stop,
             on_crash=self._pump.crashed,
+            on_drain=self._ordered,
+            place=place,
         )
         self._writer = Writer(
             db,
@@ -180,13 +191,40 @@ class EngineRun:
         self._intake.start()
         self._lines.start()
         self._guard.start()
+        if self.switcher is not None:
+            self.switcher.start()
         log.info("worker.ready", worker=self.owner, model=self.digest[:16])
 
+    def may_change_over(self) -> bool:
+        """Whether this process goes on, and an operator lets it."""
+        return not self._signals and self.failure is None and self._drained is None
+
+    def change_over(self) -> None:
+        """Drain, and then be the process that serves another model, unless this one is told to end meanwhile."""
+        os.kill(os.getpid(), signal.SIGHUP)  # another one than supervisors send: the two don't become one
+
+    def must_end(self) -> bool:
+        """Whether the process ends when it has drained, whatever it was to change over to."""
+        changes_over = self.switcher is not None and self.switcher.baton is not None
+        return not changes_over or self.failure is not None or self._signals > 1
+
+    def crashed(self, error: Exception) -> None:
+        """A thread beside the engine ended by an exception: so does the process."""
+        self._pump.crashed(error)
+
     def _may_begin(self) -> bool:
-        return self._note() is None
+        return self._drained is None and self._note() is None
+
+    def _ordered(self, drained: str | None) -> None:
+        """An operator has drained this worker, with a reason, or hasn't."""
+        if drained != self._drained:
+            log.info("worker.drained" if drained else "worker.undrained", worker=self.owner, reason=drained)
+        self._drained = drained
 
     def _register(self, session: Session) -> None:
-        worker_queries.register(session, self.owner, self.digest)
+        worker_queries.register(session, self.owner, self.digest, self._place())
+        if self.swap_began_s is not None:
+            worker_queries.note_swap(session, self.digest, round(1000 * (monotonic_s() - self.swap_began_s)))
         if self._formats is not None:
             weights, kv = self._formats
             worker_queries.note_formats(
@@ -212,6 +250,8 @@ class EngineRun:
         end_s = monotonic_s() + self._settings.term_grace_s
         margin_s = min(_MOST_MARGIN_S, self._settings.term_grace_s / 3)
         self._calls.is_draining = True
+        if self.switcher is not None:
+            self.switcher.stop(_LAST_WRITE_S)
         self._intake.close()
         if self.failure is None:  # a dead engine runs nothing on
             self._units.drain()
@@ -257,7 +297,8 @@ class EngineRun:
 
         def retire(session: Session) -> int:
             left = unit_queries.release_all(session, self.owner, crashed=self._has_crashed)
-            worker_queries.retire(session, self.owner)
+            if self.must_end():
+                worker_queries.retire(session, self.owner)
             return left
 
         try:
@@ -300,17 +341,36 @@ class EngineRun:
         return round(min((self._seen_busy[0] - busy_s) / max(self._seen_busy[1] - then_s, 1e-3), 1.0), 4)
 
     def _beat(self) -> Beat:
+        return Beat(self._units.is_draining, {**self.shown(), "busy_share": self._busy_share()})
+
+    def trouble(self) -> str | None:
+        """Why it claims nothing, in a sentence; None: it serves."""
+        if self.failure is not None:
+            return self.failure
+        return "The worker drains and ends." if self._units.is_draining else self._says()
+
+    def shown(self) -> dict[str, Any]:
+        """What it says of itself: plain data."""
         stats = self._engine.stats()
-        shown = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
-        shown |= {
+        return {
+            **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
             "units": self._units.num_live(),
             "calls": self._calls.num_open() if self._open_at_failure is None else self._open_at_failure,
             "busy_ms": round(1000 * self._pump.busy_s),
-            "busy_share": self._busy_share(),
+            "buffered_bytes": self._writer.num_bytes,
+            "ended": self._writer.ended(),
+            "leases_lost": self._leases.lost(),
             **self._engine.signals(),
-            "note": self._note(),
+            "note": self._says(),
+            "problems": self._problems(),
         }
-        return Beat(self._units.is_draining, shown)
+
+    def _says(self) -> str | None:
+        """What its work waits for, in a sentence."""
+        if self._drained is None:
+            return self._note()
+        name = self._place().name or self.owner
+        return f"The worker {name} is drained ({self._drained}): `batchsvc workers undrain {name}` ends that."
 
 
 def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:

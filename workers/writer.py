@@ -13,6 +13,7 @@ buffers.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -123,6 +124,7 @@ class Writer:
         self._changed = threading.Condition()
         self._buffers: dict[str, _Buffer] = {}
         self._stopped = False
+        self._ended: Counter[str] = Counter()
         self._thread = WorkThread("writer", self._run, on_crash)
 
     def start(self) -> None:
@@ -145,6 +147,11 @@ class Writer:
         """Units whose last word isn't written."""
         with self._changed:
             return len(self._buffers)
+
+    def ended(self) -> dict[str, int]:
+        """Lines that count since the start, ok and error, and the tokens that they are billed for."""
+        with self._changed:
+            return dict(self._ended)
 
     def has_work(self) -> bool:
         """Whether anything waits to be written."""
@@ -329,6 +336,14 @@ class Writer:
             buffer.num_left -= len(write.lines)
             buffer.since_s = now
             buffer.has_part |= write.part is not None
+            if (part := write.part) is not None:
+                self._ended.update(
+                    ok=part.lines_ok,
+                    error=part.lines_err,
+                    input_tokens=part.input_tokens,
+                    cached_tokens=part.cached_tokens,
+                    output_tokens=part.output_tokens,
+                )
             if write.saves or now >= buffer.saved_s + self._flush_s:
                 buffer.saved_s = now
             if write.saved and write.saved.key:

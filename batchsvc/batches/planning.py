@@ -22,7 +22,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints
+from batchsvc import counters, failpoints
 from batchsvc.batches import plan_queries, window_file
 from batchsvc.batches.damage import DamagedObjectError
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
@@ -178,6 +178,7 @@ class _WindowPlanner:
             )
         )
         self._written.clear()
+        counters.LINES_UNRUN.labels("rejected").inc(rejected.num_lines if rejected else 0)
         failpoints.reach("window.planned")
 
     def _write_units(self, requests: Sequence[PlannedRequest]) -> tuple[list[NewUnit], int, int]:

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 MOST_SHOWN = 1_000  # differences that are kept; all are counted
+_NO_AMOUNTS = frozenset({"created_ms", "entries"})  # numbers of the ledger that are no money
 NUMBERS = ("ok", "failed", "input_tokens", "cached_tokens", "output_tokens", "cost_nanos", "standard_nanos")
 _PAGE_BITS = 256
 
@@ -42,6 +43,7 @@ class Report:
 
     differences: list[Difference] = field(default_factory=list)
     num_differences: int = 0
+    unreconciled_nanos: int = 0  # by how much amounts are off, added up without their signs
     notes: list[str] = field(default_factory=list)
     batches: int = 0
     lines: int = 0
@@ -53,6 +55,9 @@ class Report:
         if type(stored) is type(added_up) and stored == added_up:
             return
         self.num_differences += 1
+        if "nanos" in number or ("ledger" in place and number not in _NO_AMOUNTS):
+            was, is_ = (value if isinstance(value, int) else 0 for value in (stored, added_up))
+            self.unreconciled_nanos += abs(was - is_)
         if len(self.differences) < MOST_SHOWN:
             self.differences.append(Difference(place, number, stored, added_up))
 
@@ -66,6 +71,7 @@ class Report:
             "object": "reconciliation",
             "is_equal": not self.num_differences,
             "num_differences": self.num_differences,
+            "unreconciled_nanos": self.unreconciled_nanos,
             "differences": [difference.as_json() for difference in self.differences],
             "notes": self.notes,
             "batches": self.batches,

@@ -101,7 +101,7 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     console.fields(
         {"URL": state.url, "Data": directory.root, "Model": ", ".join(state.models), "Phase": shown["phase"]}
     )
-    console.table(shown["processes"], ("name", "pid", "state"))
+    console.table(shown["processes"], ("name", "pid", "state", "signals"))
     for row in served:
         if ran_in := formats.told(row):
             console.out(f"{row['id']} runs in {ran_in}")
@@ -147,7 +147,7 @@ def status_of(directory: DataDir, state: StackState | None) -> dict[str, Any]:
         "model": state.model if state else None,
         "models": list(state.models) if state else [],
         "phase": _phase(state) if state else "stopped",
-        "processes": [{"name": p.name, "pid": p.pid, "state": p.state} for p in processes],
+        "processes": [{"name": p.name, "pid": p.pid, "state": p.state, "signals": p.signals} for p in processes],
     }
 
 

@@ -31,7 +31,14 @@ _SHIM = (
 )
 # what would bend a child: other services' settings, other code, other configuration of the programs we start
 _STRIPPED_PREFIXES = ("AWS_", "OPENAI_", "CELERY_", "WEED_", "S3_", "PYTHON")
-_STRIPPED = ("DATABASE_URL", "REDIS_URL", "DATABASE_URL_FILE", "REDIS_URL_FILE", "VIRTUAL_ENV")
+_STRIPPED = (
+    "DATABASE_URL",
+    "REDIS_URL",
+    "DATABASE_URL_FILE",
+    "REDIS_URL_FILE",
+    "BATCHSVC_SECRET_KEY_FILE",
+    "VIRTUAL_ENV",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,7 @@ class ChildSpec:
     is_data: bool = False
     grace_s: float = 10
     on_death: Callable[[int], None] | None = None  # called with the pid of a child that ended by itself
+    signals: str = ""  # where it serves /livez, /readyz and /metrics
 
     @property
     def role(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchsvc.stack import services
-from batchsvc.stack.child import ChildSpec
+from batchsvc.stack.child import ChildSpec, inherited
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import StackOptions
 
@@ -71,6 +72,16 @@ def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int]
     }
 
 
+def engine_names(options: StackOptions) -> tuple[str, ...]:
+    """The names of the engine workers, one for each model."""
+    return tuple("engine" if number == 1 else f"engine-{number}" for number, _ in enumerate(options.models, start=1))
+
+
+def worker_names(options: StackOptions) -> tuple[str, ...]:
+    """The names of the processes that serve their signals on ports of their own."""
+    return ("control", *engine_names(options))
+
+
 def specs(
     directory: DataDir, options: StackOptions, ports: dict[str, int], keys: Secrets, hooks: EngineHooks
 ) -> list[ChildSpec]:
@@ -83,7 +94,11 @@ def specs(
         return services.Command(argv=argv, env=env | settings, cwd=directory.root)
 
     weed_ports = {name: ports[name] for name in services.WEED_PORTS}
-    livez = api_url(options, ports).removesuffix("/v1") + "/livez"
+    api = api_url(options, ports).removesuffix("/v1")
+
+    def worker(name: str, role: str, **settings: str) -> services.Command:
+        return ours("workers", role, BATCHSVC_SIGNALS_PORT=str(ports[name]), **settings)
+
     every = [
         ChildSpec(
             name="valkey",
@@ -103,13 +118,25 @@ def specs(
             is_ready=lambda _pid: services.seaweedfs_is_ready(weed_ports),
             is_data=True,
         ),
-        ChildSpec(name="api", command=ours("batchsvc.app"), is_ready=lambda _pid: _answers(livez), grace_s=10),
-        ChildSpec(name="control", command=ours("workers", "control"), is_ready=lambda _pid: True, grace_s=_DRAIN_S),
+        ChildSpec(
+            name="api",
+            command=ours("batchsvc.app"),
+            is_ready=lambda _pid: _answers(f"{api}/livez"),
+            grace_s=10,
+            signals=api,
+        ),
+        ChildSpec(
+            name="control",
+            command=worker("control", "control"),
+            is_ready=lambda _pid: True,
+            grace_s=_DRAIN_S,
+            signals=_signals("control", ports),
+        ),
         *(
             ChildSpec(
-                name="engine" if number == 1 else f"engine-{number}",
-                command=ours(
-                    "workers",
+                name=name,
+                command=worker(
+                    name,
                     "engine",
                     BATCHSVC_MODEL=model,
                     **(options.drafting.env() if number == 1 else {}),  # a draft is for one model
@@ -117,11 +144,28 @@ def specs(
                 is_ready=hooks.is_alive,
                 grace_s=_DRAIN_S,
                 on_death=hooks.free_leases,
+                signals=_signals(name, ports),
             )
-            for number, model in enumerate(options.models, start=1)
+            for number, (name, model) in enumerate(zip(engine_names(options), options.models, strict=True), start=1)
         ),
     ]
     return [spec for spec in every if spec.role in options.roles]
+
+
+def checked(specs: list[ChildSpec]) -> list[str]:
+    """A sentence for each variable that only looks like a setting. Raises SettingsError for a setting that one of our
+    processes would refuse, before anything has started."""
+    from batchsvc.settings import Settings
+
+    env = inherited(os.environ)
+    for spec in specs:
+        if not spec.is_data:
+            Settings.from_env({**env, **spec.command.env})
+    return Settings.strangers(env)
+
+
+def _signals(name: str, ports: dict[str, int]) -> str:
+    return f"http://127.0.0.1:{ports[name]}"
 
 
 def remove_sockets(ports: dict[str, int]) -> None:

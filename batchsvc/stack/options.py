@@ -75,6 +75,7 @@ class ProcessState:
     pid: int | None
     created: float
     state: str
+    signals: str = ""  # where it serves /livez, /readyz and /metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class StackState:
     model: str
     roles: tuple[str, ...]
     phase: str
+    host: str = DEFAULT_HOST
     models: tuple[str, ...] = ()
     force_format: bool = False
     drafting: Drafting = Drafting()
@@ -118,7 +120,9 @@ def live_processes(state: StackState) -> tuple[ProcessState, ...]:
         if alive or process.state not in ("ready", "starting"):
             seen.append(process)
         else:
-            seen.append(ProcessState(name=process.name, pid=None, created=0.0, state="stopped"))
+            seen.append(
+                ProcessState(name=process.name, pid=None, created=0.0, state="stopped", signals=process.signals)
+            )
     return tuple(seen)
 
 

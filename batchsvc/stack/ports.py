@@ -50,8 +50,10 @@ class HeldPorts:
         self._sockets.clear()
 
 
-def choose(directory: DataDir, *, host: str, port: int | None, held: HeldPorts) -> dict[str, int]:
-    """Ports by name (`api`, `valkey` and SeaweedFS's), remembered for the next start.
+def choose(
+    directory: DataDir, *, host: str, port: int | None, held: HeldPorts, workers: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """Ports by name (`api`, `valkey`, SeaweedFS's, and one for each of `workers`), remembered for the next start.
 
     A remembered port that is taken is replaced. `port` is the user's wish for the API: if that is taken,
     PortTakenError says so.
@@ -63,10 +65,10 @@ def choose(directory: DataDir, *, host: str, port: int | None, held: HeldPorts) 
     api = _api_port(host, port, remembered.get("api"), held)
     kept = {
         name: remembered[name]
-        for name in _INNER
+        for name in (*_INNER, *workers)
         if name in remembered and _is_usable(name, remembered[name]) and held.take(remembered[name])
     }
-    missing = tuple(name for name in _INNER if name not in kept)
+    missing = tuple(name for name in (*_INNER, *workers) if name not in kept)
     taken = frozenset({api, api - GRPC_OFFSET, *kept.values()})
     ports = {"api": api, **kept, **choose_ports(missing, taken=taken, take=held.take)}
     directory.write_json("ports.json", ports)
@@ -87,4 +89,4 @@ def _api_port(host: str, wish: int | None, remembered: int | None, held: HeldPor
 
 
 def _is_usable(name: str, port: int) -> bool:
-    return is_free(port) and (name == "valkey" or is_free(port + GRPC_OFFSET))
+    return is_free(port) and (name not in WEED_PORTS or is_free(port + GRPC_OFFSET))

@@ -101,10 +101,18 @@ class Supervisor:
     def _start(self) -> None:
         directory, options = self.directory, self.options
         left_engines = _end_leftovers(directory)
-        self._ports = ports.choose(directory, host=options.host, port=options.port, held=self._held_ports)
+        self._ports = ports.choose(
+            directory,
+            host=options.host,
+            port=options.port,
+            held=self._held_ports,
+            workers=children.worker_names(options),
+        )
         keys = children.Secrets.of(directory)
         hooks = children.EngineHooks(is_alive=self._engine_is_alive, free_leases=self._free_leases)
         specs = children.specs(directory, options, self._ports, keys, hooks)
+        for says in children.checked(specs):
+            self._say(says)
         self._children = [Child(spec, directory.logs) for spec in specs]
         data = [child for child in self._children if child.spec.is_data]
         ours = [child for child in self._children if not child.spec.is_data]
@@ -247,11 +255,13 @@ class Supervisor:
             models=self.options.models,
             roles=self.options.roles,
             phase=phase,
+            host=self.options.host,
             force_format=self.options.force_format,
             drafting=self.options.drafting,
             is_ready=phase != "stopping" and bool(self._children) and all(c.state == "ready" for c in self._children),
             processes=tuple(
-                ProcessState(name=c.spec.name, pid=c.pid, created=c.created, state=c.state) for c in self._children
+                ProcessState(name=c.spec.name, pid=c.pid, created=c.created, state=c.state, signals=c.spec.signals)
+                for c in self._children
             ),
         )
         if state != self._last_state:

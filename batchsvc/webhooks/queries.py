@@ -87,3 +87,11 @@ def add_event(session: Session, project_id: str, event_type: str, data: dict[str
     }
     noted = insert.values(row).on_conflict_do_nothing(index_elements=("key",)).returning(WebhookEvent.id)
     return session.scalar(noted) is not None
+
+
+def oldest_unsent_ms(session: Session) -> int | None:
+    """When the oldest event that some receiver still waits for was noted; None if none does. Served by
+    ix_webhook_events_new and ix_webhook_deliveries_due."""
+    unspread = session.scalar(select(func.min(WebhookEvent.created_ms)).where(WebhookEvent.is_spread.is_(False)))
+    pending = session.scalar(select(func.min(WebhookDelivery.created_ms)).where(WebhookDelivery.state == "pending"))
+    return min((int(at_ms) for at_ms in (unspread, pending) if at_ms is not None), default=None)

@@ -70,11 +70,11 @@ def test_a_database_that_is_away_is_a_503_and_comes_back(api: Api) -> None:
                 call.post("/v1/batches", json=body, headers=named),
                 call.post(f"/v1/batches/{first.json()['id']}/cancel"),
                 call.get("/v1/scaling"),
-                call.get("/metrics"),
             ):
                 assert envelope(answer, 503)["code"] == "database_unavailable"
                 assert 1 <= int(answer.headers["retry-after"]) <= 120, "the official client gives up above"
             assert call.get("/readyz").status_code == 503 and call.get("/livez").status_code == 200
+            assert 'batchsvc_part_up{part="database"} 0.0' in call.get("/metrics").text
             proxy.heal()
             assert call.get("/v1/batches").status_code == 200
             assert call.post("/v1/batches", json=body, headers=named).status_code == 200

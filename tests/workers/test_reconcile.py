@@ -31,6 +31,7 @@ from batchsvc.cli.app import app
 from batchsvc.clock import now_ms
 from batchsvc.db.session import Database
 from batchsvc.files.tables import File
+from batchsvc.health import Checks
 from batchsvc.metrics import Metrics
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -367,9 +368,11 @@ def test_the_reaper_adds_up_what_has_ended(world: World) -> None:
         reaper.reconcile()  # none is left
     errors = [entry for entry in logs if entry["event"] == "batch.differs"]
     assert {entry["batch"] for entry in errors} == {differs} and errors[0]["log_level"] == "error"
-    text_ = Metrics(world.db, world.settings).text().decode()
+    checks = Checks(world.db, lambda: world.store, world.settings.redis_url)
+    text_ = Metrics(world.db, world.settings, checks).text().decode()
     assert "batchsvc_batches_reconciled_total 2.0" in text_
-    assert f"batchsvc_reconcile_differences_total {float(errors[0]['of'])}" in text_
+    assert f"batchsvc_reconcile_differences {float(errors[0]['of'])}" in text_
+    assert "batchsvc_unreconciled_nanos 1.0" in text_
     assert batch_id not in {entry["batch"] for entry in errors}
 
 

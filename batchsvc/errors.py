@@ -8,11 +8,14 @@ ServiceError(message, status, type, code, param)
 ├── TooLargeError         413  over a limit of bytes
 ├── MismatchError         422  a name that already means another call
 ├── OverloadedError       429  more calls than are taken at once
+│   └── LimitError             more than the limits of the key or its project allow
 ├── NoFundsError          429  the project's budget or balance doesn't allow it
 └── UnavailableError      503  a service that we need doesn't answer
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class ServiceError(Exception):
@@ -78,6 +81,28 @@ class OverloadedError(ServiceError):
 
     status = 429
     type = "rate_limit_error"
+    retry_after_s = 1
+
+
+class LimitError(OverloadedError):
+    """The key or its project is at a limit. `retry_after_s`: when it is worth trying again; `headers` say how far.
+
+    `is_passing`: time alone makes room, so clients shall try again unasked.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        retry_after_s: int,
+        headers: Mapping[str, str] | None = None,
+        is_passing: bool = True,
+    ) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        self.is_passing = is_passing
 
 
 class NoFundsError(ServiceError):

@@ -1,15 +1,16 @@
-"""From a request to its caller: its key, checked against the database every time.
+"""From a request to its caller: its key, checked against the database every time, and let in by the door.
 
 The key stands in `Authorization: Bearer KEY`, or in `x-api-key`, where Anthropic's client puts it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
 from batchsvc.accounts import service
+from batchsvc.accounts.door import Door
 from batchsvc.accounts.service import Caller
 from batchsvc.errors import AuthenticationError, PermissionDeniedError
 from batchsvc.http.deps import ContextDep
@@ -25,7 +26,13 @@ def require_caller(request: Request, context: ContextDep) -> Caller:
             "You didn't provide an API key: send it in a header, Authorization: Bearer KEY.", code="missing_api_key"
         )
     with context.db.reading() as session:
-        return service.caller(session, secret.strip(), request.client.host if request.client else None)
+        found = service.caller(session, secret.strip(), request.client.host if request.client else None)
+    request.state.headers = _door(request).admit(found, request.method, request.url.path)
+    return found
+
+
+def _door(request: Request) -> Door:
+    return cast(Door, request.app.state.door)
 
 
 def require_admin(caller: Annotated[Caller, Depends(require_caller)]) -> Caller:

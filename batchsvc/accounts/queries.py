@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, or_, select, update
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sqlalchemy import delete, literal_column, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project
+from batchsvc.db.base import BigInt
+from batchsvc.db.session import database_now_sql
 
 
 def project(session: Session, project_id: str) -> Project | None:
@@ -60,6 +65,31 @@ def key(session: Session, key_id: str) -> ApiKey | None:
     return session.get(ApiKey, key_id)
 
 
+class KnownKey(NamedTuple):
+    """All that a call needs to know of its key and the key's project, and the database's time."""
+
+    key: ApiKey
+    project: Project
+    now_ms: int
+
+
+def known_key(session: Session, key_id: str) -> KnownKey | None:
+    """A key with its project, in one statement: it runs with every call."""
+    found = session.execute(
+        select(ApiKey, Project, literal_column(database_now_sql(session), BigInt))
+        .join(Project, Project.id == ApiKey.project_id)
+        .where(ApiKey.id == key_id)
+    ).first()
+    return None if found is None else KnownKey(found[0], found[1], int(found[2]))
+
+
+def note_uses(session: Session, used_ms: Mapping[str, int]) -> None:
+    """Note when keys were last used; what is noted is never put back."""
+    for key_id, at_ms in used_ms.items():
+        is_older = or_(ApiKey.last_used_ms.is_(None), ApiKey.last_used_ms < at_ms)
+        session.execute(update(ApiKey).where(ApiKey.id == key_id, is_older).values(last_used_ms=at_ms))
+
+
 def keys(session: Session, project_id: str | None) -> list[ApiKey]:
     """Keys of one project, or of all, oldest first."""
     found = select(ApiKey).order_by(ApiKey.created_ms, ApiKey.id)
@@ -97,6 +127,13 @@ def fill_answer(session: Session, project_id: str, key: str, body: str, **values
     """Note what a call was answered, and other `values` of its row."""
     named = (IdempotentAnswer.project_id == project_id, IdempotentAnswer.key == key)
     session.execute(update(IdempotentAnswer).where(*named).values(body=body, **values))
+
+
+def answers_with(session: Session, project_id: str, text: str) -> list[IdempotentAnswer]:
+    """The answers of a project that hold a text, locked. Looks through those of the last days."""
+    mine = (IdempotentAnswer.project_id == project_id, IdempotentAnswer.body.contains(text, autoescape=True))
+    found = select(IdempotentAnswer).where(*mine).order_by(IdempotentAnswer.key).with_for_update()
+    return list(session.scalars(found.execution_options(populate_existing=True)))
 
 
 def delete_answers(session: Session, before_ms: int) -> int:

@@ -10,10 +10,11 @@ from sqlalchemy.orm import Session
 
 from batchsvc import ids
 from batchsvc.accounts import keys, queries
+from batchsvc.accounts.limits import NO_LIMITS, Limits
 from batchsvc.accounts.tables import ApiKey, Project
 from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.clock import now_ms
-from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError
+from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError, PermissionDeniedError
 
 _NAME_CHARS = 128
 
@@ -26,6 +27,11 @@ class Caller:
     api_key_id: str
     is_admin: bool
     address: str | None = None  # the IP address that the call came from
+    service_account_id: str | None = None
+    scopes: tuple[str, ...] | None = None  # None: it may do all that a key of its kind may
+    limits: Limits = NO_LIMITS  # of the key alone
+    project_limits: Limits = NO_LIMITS  # of all keys of the project; None in them: the setting's
+    now_ms: int = 0  # the database's time at which the key was looked at
 
     @property
     def actor(self) -> Actor:
@@ -141,12 +147,37 @@ def list_keys(session: Session, project_id: str | None = None) -> list[ApiKey]:
 
 
 def caller(session: Session, secret: str, address: str | None = None) -> Caller:
-    """Who this key stands for. Raises AuthenticationError for a key that is wrong or revoked."""
+    """Who this key stands for. Raises AuthenticationError for a key that is wrong, revoked or expired, and
+    PermissionDeniedError for one of an archived project."""
     key_id = keys.id_of(secret)
-    row = queries.key(session, key_id) if key_id else None
-    if row is None or not keys.matches(secret, row.hash) or row.revoked_ms is not None:
+    known = queries.known_key(session, key_id) if key_id else None
+    if known is None or not keys.matches(secret, known.key.hash) or known.key.revoked_ms is not None:
         raise AuthenticationError("This API key is not valid: check it, or ask for a new one.", code="invalid_api_key")
-    return Caller(row.project_id, row.id, row.is_admin, address)
+    row = known.key
+    if row.expires_ms is not None and row.expires_ms <= known.now_ms:
+        raise AuthenticationError("This API key has expired: ask for a new one.", code="expired_api_key")
+    if known.project.archived_ms is not None:
+        raise PermissionDeniedError("The project of this API key is archived.", code="project_archived")
+    return Caller(
+        project_id=row.project_id,
+        api_key_id=row.id,
+        is_admin=row.is_admin,
+        address=address,
+        service_account_id=row.service_account_id,
+        scopes=None if row.scopes is None else tuple(row.scopes),
+        limits=limits_of(row),
+        project_limits=limits_of(known.project),
+        now_ms=known.now_ms,
+    )
+
+
+def limits_of(row: ApiKey | Project) -> Limits:
+    """The limits that are kept with a key or a project."""
+    return Limits(
+        requests_per_minute=row.requests_per_minute,
+        max_open_batches=row.max_open_batches,
+        max_stored_bytes=row.max_stored_bytes,
+    )
 
 
 def _checked(name: str) -> str:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from batchsvc.errors import (
     AuthenticationError,
     InvalidRequestError,
+    LimitError,
     NoFundsError,
     OverloadedError,
     ServiceError,
@@ -33,8 +34,8 @@ _MESSAGE_ERRORS = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
 }
-_SOON_S = 1
 _RETRY_AFTER_S = 5  # the official client takes up to 120 and gives up at once above
 
 log = structlog.get_logger(__name__)
@@ -60,7 +61,9 @@ def response(error: ServiceError, request: Request, *, headers: Mapping[str, str
     if isinstance(error, UnavailableError):
         extra["Retry-After"] = str(_RETRY_AFTER_S)
     if isinstance(error, OverloadedError):
-        extra["Retry-After"] = str(_SOON_S)
+        extra["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, LimitError):
+        extra |= error.headers if error.is_passing else {**error.headers, "x-should-retry": "false"}
     if isinstance(error, NoFundsError):
         extra["x-should-retry"] = "false"  # which the official client does with every other 429
     return JSONResponse(

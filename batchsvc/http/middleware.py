@@ -1,5 +1,7 @@
 """What surrounds every request: its id, the limit of its body, one log line, and the 500 of last resort.
 
+Whatever answers a request, the response gets the headers that dependencies have put into its state as `headers`.
+
 Plain ASGI, so that bodies stream through untouched. The log line names method, path, status and time, never a query,
 a header or a body. What a refused client still sends is read and thrown away by uvicorn.
 """
@@ -96,6 +98,7 @@ class _Exchange:
             headers["x-request-id"] = headers["request-id"] = self.id  # the latter is what Anthropic's client reads
             headers["x-content-type-options"] = "nosniff"
             headers.setdefault("cache-control", "no-store")
+            headers.update(self._scope["state"].get("headers", {}))
         await self._send(message)
 
     def log(self) -> None:

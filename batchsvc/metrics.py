@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
 from batchsvc import counters
-from batchsvc.batches import finalize_queries, queries, scaling_queries
+from batchsvc.batches import queries, scaling_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.db.session import Database
@@ -44,7 +44,6 @@ class SqlGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
-            damaged = finalize_queries.damaged_parts(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
@@ -62,9 +61,6 @@ class SqlGauges(Collector):
             backlog.add_metric(labels, demand.backlog_seconds)
             live.add_metric(labels, demand.workers)
         yield from (batches, units, backlog, live)
-        yield CounterMetricFamily(
-            "batchsvc_parts_damaged", "Results found missing or damaged, whose lines were run again.", value=damaged
-        )
 
 
 class ProcessMetrics:

@@ -25,6 +25,7 @@ _PASSING = (Status.VALIDATING, Status.FINALIZING, Status.CANCELLING)
 _TALLIES: dict[TallyName, tuple[str, str]] = {
     "reaper_ticks": ("batchsvc_reaper_ticks", "Ticks of the reapers of all control processes."),
     "leases_lost": ("batchsvc_leases_lost", "Leases of units that ran out, because their worker died or was cut off."),
+    "parts_damaged": ("batchsvc_parts_damaged", "Results found missing or damaged, whose lines were run again."),
     "lines_quarantined": ("batchsvc_lines_quarantined", "Lines that ended engines again and again, so none runs them."),
 }
 _FAR_S = 10.0 * 365 * 86_400  # slack of a deployment in which nothing runs

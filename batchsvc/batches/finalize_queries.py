@@ -23,11 +23,12 @@ from sqlalchemy import and_, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement, SQLColumnExpression
 
-from batchsvc.batches import lifecycle, progress_queries, result_queries, unit_queries
+from batchsvc.batches import lifecycle, progress_queries, result_queries, tally_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Part, Segment, Unit, Window
 from batchsvc.billing import service as billing
 from batchsvc.db.session import database_now_ms
+from batchsvc.files import life_queries
 from batchsvc.files import service as files
 
 STOP_GRACE_MS = 7_000  # how long a stopped batch waits for its workers: within 10 s from its stop it has ended
@@ -163,7 +164,17 @@ def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> 
     part = session.get_one(Part, part_id, with_for_update=True, populate_existing=True)
     if part.is_void:
         return True  # the answer to the commit was lost
-    now = database_now_ms(session)
+    take_back(session, batch, part, database_now_ms(session), can_run=batch.why == Status.COMPLETED)
+    tally_queries.add(session, "parts_damaged")
+    if part.unit_id is None:
+        mark_damaged(session, batch_id, part.window_no)
+    return True
+
+
+def take_back(session: Session, batch: Batch, part: Part, now_ms: int, *, can_run: bool) -> Unit | None:
+    """Let a part count no more, nor its money; its lines run again, if anything may run. Returns its unit, if it is of
+    one. The caller has locked batch and part.
+    """
     part.is_void = True
     batch.completed -= part.lines_ok
     batch.failed -= part.lines_err
@@ -174,14 +185,13 @@ def void_part(session: Session, batch_id: str, fin_epoch: int, part_id: str) -> 
     batch.standard_nanos -= part.standard_nanos
     batch.over_budget -= part.over_budget
     batch.est_done_tokens -= part.est_tokens
-    progress_queries.note_work(batch, now)
+    progress_queries.note_work(batch, now_ms)
     if part.unit_id is None:
-        mark_damaged(session, batch_id, part.window_no)
-    else:
-        unit = session.get_one(Unit, part.unit_id, with_for_update=True, populate_existing=True)
-        unit_queries.reopen(unit, part.bitmap or b"", can_run=batch.why == Status.COMPLETED)
-        billing.post_void(session, batch, part, model_id=unit.model_id)
-    return True
+        return None
+    unit = session.get_one(Unit, part.unit_id, with_for_update=True, populate_existing=True)
+    unit_queries.reopen(unit, part.bitmap or b"", can_run=can_run)
+    billing.post_void(session, batch, part, model_id=unit.model_id)
+    return unit
 
 
 def return_window(session: Session, batch_id: str, fin_epoch: int, window_no: int) -> bool:
@@ -195,11 +205,6 @@ def return_window(session: Session, batch_id: str, fin_epoch: int, window_no: in
 def mark_damaged(session: Session, batch_id: str, window_no: int) -> None:
     """Have the planner rebuild what is damaged or missing of a window's plan."""
     session.execute(update(Window).where(Window.batch_id == batch_id, Window.no == window_no).values(is_damaged=True))
-
-
-def damaged_parts(session: Session) -> int:
-    """How many parts were ever found missing or damaged. Served by ix_parts_void."""
-    return session.scalar(select(func.count(Part.id)).where(Part.is_void)) or 0
 
 
 def windows(session: Session, batch_id: str) -> list[WindowToMerge]:
@@ -254,6 +259,7 @@ def publish(
         ended = session.get(Batch, batch_id)
         return ended is not None and ended.status in lifecycle.TERMINAL and ended.fin_epoch == fin_epoch
     now = database_now_ms(session)
+    life_s = life_queries.output_life_s(session, batch.project_id, batch.output_expires_after_s, file_ttl_s)
     for result in results:
         row = files.add_result(
             session,
@@ -264,7 +270,7 @@ def publish(
             sha256=result.sha256,
             size_bytes=result.size_bytes,
             created_ms=now,
-            expires_ms=now + (batch.output_expires_after_s or file_ttl_s) * 1000,
+            expires_ms=now + life_s * 1000,
         )
         if result.kind == "output":
             batch.output_file_id = row.id

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from batchsvc.batches.tables import Tally
 from batchsvc.db.session import database_now_ms
 
-TallyName = Literal["reaper_ticks", "leases_lost", "lines_quarantined"]
+TallyName = Literal["reaper_ticks", "leases_lost", "lines_quarantined", "parts_damaged"]
 
 
 class Tallied(NamedTuple):

@@ -8,6 +8,12 @@ import typer
 
 from batchsvc.cli import (
     again,
+    alerts,
+    batches,
+    claims,
+    config,
+    db,
+    deletion,
     doctor,
     invoice,
     jobs,
@@ -17,12 +23,15 @@ from batchsvc.cli import (
     movements,
     operate,
     prices,
+    quarantine,
     serve,
     statement,
     stores,
     usage,
     webhooks,
+    workers,
 )
+from batchsvc.cli.backup import backup, restore
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.explain import explain
 from batchsvc.cli.quote import quote
@@ -73,12 +82,14 @@ app.command(epilog=stops_table())(again.pause)
 app.command(epilog=stops_table())(again.resume)
 app.command(epilog=stops_table())(again.retry)
 app.command("continue", epilog=stops_table())(again.continue_)
+app.command()(deletion.delete)
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(lifecycle.status)
 app.command()(lifecycle.logs)
 app.command()(top)
 app.command()(doctor.doctor)
+app.command()(alerts.alerts)
 app.command()(usage.usage)
 app.command()(usage.costs)
 app.command()(statement.statement)
@@ -88,12 +99,22 @@ app.command()(movements.topup)
 app.command()(movements.payment)
 app.command()(movements.refund)
 app.command()(movements.credit)
+app.command()(backup)
+app.command()(restore)
 app.command()(serve.serve)
 app.command()(serve.migrate)
+app.add_typer(db.app, name="db")
 app.add_typer(models.app, name="models")
 app.add_typer(keys.app, name="keys")
 operate.app.add_typer(stores.app, name="stores")
+operate.app.command("delete")(deletion.delete_any)
+operate.app.command()(deletion.retention)
 app.add_typer(operate.app, name="admin")
 app.add_typer(invoice.app, name="invoice")
+app.add_typer(config.app, name="config")
 app.add_typer(prices.app, name="prices")
+app.add_typer(batches.app, name="batches")
+app.add_typer(claims.app, name="claims")
+app.add_typer(quarantine.app, name="quarantine")
+app.add_typer(workers.app, name="workers")
 app.add_typer(webhooks.app, name="webhooks")

@@ -11,7 +11,7 @@ branch_labels = None
 depends_on = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-NAMES = ("reaper_ticks", "leases_lost", "lines_quarantined")
+NAMES = ("reaper_ticks", "leases_lost", "lines_quarantined", "parts_damaged")
 
 
 def upgrade() -> None:

@@ -85,9 +85,9 @@ class Job:
 class Process:
     """One process of a cluster. `name` is also its log's."""
 
-    def __init__(self, name: str, role: Role, process: ForkServerProcess, log: Path) -> None:
+    def __init__(self, name: str, role: Role, process: ForkServerProcess, log: Path, url: str = "") -> None:
         self.name, self.role, self.log = name, role, log
-        self._process = process
+        self._process, self._url = process, url
 
     @property
     def pid(self) -> int:
@@ -143,6 +143,12 @@ class Process:
     def died(self) -> None:
         """Waits until it is gone by kill -9, its own failpoint's or ours."""
         assert self.wait() == -signal.SIGKILL, f"{self.name} ended with {self.code}, not by kill -9"
+
+    @property
+    def signals(self) -> str:
+        """Where it serves /livez, /readyz and /metrics; empty: it doesn't yet."""
+        told = (line for line in self.text().splitlines() if '"signals.listening"' in line)
+        return self._url or next((str(orjson.loads(line)["url"]) for line in told), "")
 
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -204,7 +210,7 @@ class Cluster:
         log = self.directory / f"{name}.log"
         child = self.spawn(target=run_role, args=(role, env, str(log), str(self.directory)), daemon=True)
         child.start()
-        process = Process(name, role, child, log)
+        process = Process(name, role, child, log, self.url if role == "api" else "")
         self.processes.append(process)
         return process
 

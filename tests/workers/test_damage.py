@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
 
-from batchsvc.batches import finalize_queries, unit_queries
+from batchsvc.batches import tally_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Part, Window
 from batchsvc.billing.tables import LedgerTransaction, UsageRow
@@ -49,7 +49,7 @@ def test_lines_of_a_damaged_part_are_run_again_and_billed_once(world: World, how
     (unit,) = [unit for unit in world.units(batch_id) if unit.state != "done"]
     assert (unit.id, unit.state, unit.epoch, unit.num_done) == (part.unit_id, "ready", 2, 4 - part.lines_ok)
     assert int.from_bytes(unit.done_bitmap, "little") & int.from_bytes(part.bitmap or b"", "little") == 0
-    assert world.db.run(finalize_queries.damaged_parts) == 1
+    assert world.db.run(tally_queries.all_of)["parts_damaged"].num == 1
     assert finalizer(world).finalize(batch_id) is False, "its lines aren't there yet"
     run_units(world)
     assert finalizer(world).finalize(batch_id) is True

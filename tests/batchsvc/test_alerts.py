@@ -1,0 +1,113 @@
+"""Alert rules and dashboard: what Prometheus and Grafana read, and that the runbook knows each rule and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import promql_parser
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from batchsvc import dashboard
+from batchsvc.alerts import ALERTS
+from batchsvc.cli.app import app
+from tests.promql import Prometheus, names_in
+
+README = Path(__file__).parents[2] / "README.md"
+DURATION = re.compile(r"\d+[smh]")
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["alerts", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_rules_are_yaml_that_prometheus_reads() -> None:
+    (group,) = yaml.safe_load(printed())["groups"]
+    assert group["name"] == "batchsvc"
+    assert [rule["alert"] for rule in group["rules"]] == [alert.name for alert in ALERTS]
+    for rule, alert in zip(group["rules"], ALERTS, strict=True):
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["expr"] == alert.expr and promql_parser.parse(rule["expr"]) is not None
+        assert DURATION.fullmatch(str(rule["for"]))
+        assert rule["labels"] == {"severity": alert.severity}
+        assert rule["annotations"]["summary"] == alert.says and alert.name in rule["annotations"]["runbook"]
+        used = set(re.findall(r"\$labels\.(\w+)", alert.says))
+        assert used <= set(re.findall(r"\w+", alert.expr)) | {"instance"}, "a label that the expression drops is empty"
+
+
+def test_the_dashboard_is_what_grafana_imports() -> None:
+    shown = json.loads(printed("--dashboard"))
+    assert shown["title"] == "batchsvc" and shown["templating"]["list"][0]["type"] == "datasource"
+    places = [tuple(panel["gridPos"].values()) for panel in shown["panels"]]
+    assert len(set(places)) == len(places) == len(dashboard.PANELS)
+    assert len({panel["id"] for panel in shown["panels"]}) == len(places)
+    for panel in shown["panels"]:
+        for target in panel["targets"]:
+            assert names_in(target["expr"]), target
+            legend = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            by = re.search(r"by \(([^)]*)\)", target["expr"])
+            assert legend <= set(re.split(r", ?", by[1]) if by else [])
+
+
+def test_the_runbook_has_one_entry_for_each_alert() -> None:
+    """With what it means, a command to run, and when to wake someone."""
+    text = README.read_text(encoding="utf-8").partition("\n## Runbook\n")[2].partition("\n## ")[0]
+    entries = re.findall(r"^\| `(Batchsvc\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    assert [entry[0] for entry in entries] == [alert.name for alert in ALERTS]
+    severities = {alert.name: alert.severity for alert in ALERTS}
+    for name, means, command, wake in entries:
+        assert len(means) > 20 and "`" in command and wake
+        assert wake.startswith("at once") == (severities[name] == "critical"), name
+
+
+def test_the_commands_of_the_runbook_exist() -> None:
+    text = README.read_text(encoding="utf-8").partition("\n## Runbook\n")[2].partition("\n## ")[0]
+    commands = {tuple(found.split()) for found in re.findall(r"`(?:\w+=\w+ )?batchsvc ([a-z][^`]*)`", text)}
+    assert len(commands) > 10
+    for words in commands:
+        command = typer.main.get_command(app)
+        for word in words:
+            found = getattr(command, "commands", {}).get(word)
+            if found is None:
+                break
+            command = found
+        assert not hasattr(command, "commands"), f"batchsvc {' '.join(words)}"
+        options = {name for one in command.params for name in one.opts}
+        assert {word for word in words if word.startswith("--")} <= options, f"batchsvc {' '.join(words)}"
+
+
+@pytest.mark.parametrize(
+    ("expr", "expected"),
+    [
+        ("x", {"a": 3.0, "b": 5.0}),
+        ("max(x) > 4", {"": 5.0}),
+        ("max(x) > 5", {}),
+        ('sum by (i) (x{i=~"a|b", i!="b"})', {"a": 3.0}),
+        ("x > 4 and y > 0", {"b": 5.0}),
+        ("x > 9 or y > 0", {"b": 1.0}),
+        ("x unless y > 0", {"a": 3.0}),
+        ("increase(c_total[60s])", {"a": 7.0}),
+        ("x * 2 + 1", {"a": 7.0, "b": 11.0}),
+        ("2 < x", {"a": 3.0, "b": 5.0}),
+        ("time() - max(x) > 100", {"": 115.0}),
+        ("absent_metric > 0", {}),
+    ],
+)
+def test_the_evaluator_of_these_tests(expr: str, expected: dict[str, float]) -> None:
+    prometheus = Prometheus()
+    for at_s, count in ((60, 2), (90, 5), (100, 1), (119, 4)):  # up 3, a restart at 1, up 3 more
+        prometheus.take(f'# TYPE c counter\nc_total{{i="a"}} {count}\n', at_s)
+    prometheus.take('x{i="a"} 3\nx{i="b"} 5\ny{i="b"} 1\n', 119)
+    found = prometheus.query(expr, 120)
+    assert {dict(labels).get("i", ""): value for labels, value in found.items()} == expected
+
+
+def test_the_evaluator_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(NotImplementedError):
+        Prometheus().query("avg_over_time(x[5m])", 0)

@@ -13,7 +13,10 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy.orm import Session
 
+import batchsvc.accounts.audit_routes
+import batchsvc.accounts.organization_routes
 import batchsvc.accounts.routes
+import batchsvc.batches.deletion_routes
 import batchsvc.batches.explain_routes
 import batchsvc.batches.incident_routes
 import batchsvc.batches.message_routes
@@ -26,12 +29,13 @@ import batchsvc.batches.worker_routes
 import batchsvc.billing.invoice_routes
 import batchsvc.billing.routes
 import batchsvc.billing.usage_routes
+import batchsvc.files.retention_routes
 import batchsvc.files.routes
 import batchsvc.files.store_routes
 import batchsvc.files.upload_routes
 import batchsvc.interactive.routes
 import batchsvc.webhooks.routes
-from batchsvc import logs
+from batchsvc import logs, tracing
 from batchsvc.accounts.caller import CallerDep, require_caller
 from batchsvc.accounts.door import Door
 from batchsvc.batches import garbage_queries
@@ -51,7 +55,6 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 
 _POOL = 20  # database connections: about one for every two of the threads that run routes
-_DELETE_GRACE_S = 600  # a download that has begun may end
 _DRAIN_S = 8
 _SCHEMA_EXIT = 8  # as workers/exits.py has it
 
@@ -83,6 +86,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         context.dispatcher.close()
         checks.close()
         db.dispose()
+        tracing.stop()  # here, for the server ends the process by the signal that it was sent
 
     # no pages of documentation: they would need no key, and FastAPI's load scripts from elsewhere
     app = FastAPI(
@@ -108,8 +112,12 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     errors.install(app)
     for module in (batchsvc.accounts, batchsvc.files, batchsvc.batches):
         app.include_router(module.routes.router)
+    app.include_router(batchsvc.accounts.organization_routes.router)
+    app.include_router(batchsvc.accounts.audit_routes.router)
     app.include_router(batchsvc.files.upload_routes.router)
     app.include_router(batchsvc.files.store_routes.router)
+    app.include_router(batchsvc.files.retention_routes.router)
+    app.include_router(batchsvc.batches.deletion_routes.router)
     app.include_router(batchsvc.batches.model_routes.router)
     app.include_router(batchsvc.batches.message_routes.router)
     app.include_router(batchsvc.batches.quote_routes.router)
@@ -151,7 +159,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
 
 
 def _discard(session: Session, key: str) -> None:
-    garbage_queries.discard(session, [key], grace_s=_DELETE_GRACE_S)
+    garbage_queries.discard(session, [key], grace_s=garbage_queries.DOWNLOAD_S)
 
 
 def _is_loopback(request: Request) -> bool:
@@ -169,6 +177,7 @@ def main() -> None:
         logs.warn_of_settings(Settings.strangers())
         migrate.make_or_require(settings.database_url)
         ObjectStore(settings).ensure_bucket()
+        tracing.start(settings.otlp_endpoint, "api")
         app = create_app(settings)
     except migrate.SchemaError as error:
         sys.stderr.write(f"{error.message}\n")

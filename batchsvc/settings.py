@@ -30,6 +30,7 @@ _URLS = {  # how a URL must begin; their clients would raise errors of their own
     "s3_endpoint": ("http://", "https://"),
     "public_s3_url": ("http://", "https://"),
     "public_url": ("http://", "https://"),
+    "otlp_endpoint": ("http://", "https://"),
 }
 _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 _LISTENS = re.compile(r"shm:///.+|(gloo|nccl|nixl)://[^/\s]+:\d{1,5}/?")
@@ -269,6 +270,12 @@ class Settings(BaseSettings):
         default=300, ge=0, description="how often the reaper adds up a batch that has ended; 0 means never"
     )
 
+    otlp_endpoint: str | None = Field(
+        default=None,
+        validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
+        description="where traces are sent by OTLP over HTTP, such as http://127.0.0.1:4318; unset: none are made",
+    )
+
     lease_s: float = Field(default=30, gt=0, description="how long a unit stays with a silent worker")
     renew_s: float = Field(default=5, gt=0, description="how often leases are renewed")
     reaper_s: float = Field(default=5, gt=0, description="how often the reaper looks")
@@ -292,6 +299,12 @@ class Settings(BaseSettings):
     )
     garbage_grace_s: float = Field(
         default=86_400, ge=0, description="age at which an orphan object or upload is deleted; more than two leases"
+    )
+    retention_grace_s: float = Field(
+        default=86_400,
+        gt=0,
+        validation_alias=AliasChoices("BATCHSVC_RETENTION_GRACE_S", "BATCHSVC_RETENTION_GRACE"),
+        description="time within which deleted content is gone everywhere; more than four leases",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe log event"
@@ -347,6 +360,14 @@ class Settings(BaseSettings):
         lease_s = info.data.get("lease_s", 0)
         if value <= 2 * lease_s:
             raise ValueError(f"it must be more than two leases ({lease_s:g} s each): what is younger may yet count")
+        return value
+
+    @field_validator("retention_grace_s")
+    @classmethod
+    def _outlasts_writers(cls, value: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s", 0)
+        if value <= 4 * lease_s:
+            raise ValueError(f"it must be more than four leases ({lease_s:g} s each): only then nobody writes any more")
         return value
 
     @field_validator("offpeak")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from batchsvc import logs
+from batchsvc import logs, tracing
 from batchsvc.db.migrate import SchemaError, require_current
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
         logs.configure(settings.log_level)
         logs.warn_of_settings(Settings.strangers())
         require_current(settings.database_url)
+        tracing.start(settings.otlp_endpoint, arguments[0])
         with Signals.opened(settings, arguments[0]) as signals:
             if arguments == ["control"]:
                 from workers.app import run_control
@@ -47,6 +48,8 @@ def main(arguments: list[str]) -> int:
     except (EngineError, ServiceError) as error:
         sys.stderr.write(f"{error}\n")
         return WorkerExit.DEVICE if isinstance(error, DeviceError) else WorkerExit.FAILED
+    finally:
+        tracing.stop()
 
 
 def _run_engine(settings: Settings, signals: Signals) -> int:

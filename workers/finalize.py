@@ -23,13 +23,14 @@ from typing import Concatenate, ParamSpec, TypeVar
 import structlog
 from sqlalchemy.orm import Session
 
-from batchsvc import counters, failpoints
+from batchsvc import counters, failpoints, tracing
 from batchsvc.batches import finalize_queries, garbage_queries, never_ran, part_file, window_file
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
 from batchsvc.batches.kept_lease import KeptLease, LeaseLostError
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.part_file import PartRows
+from batchsvc.batches.traces import BatchTraces
 from batchsvc.batches.window_spool import Numbers, WindowSpool
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
@@ -79,10 +80,11 @@ class Finalizer:
         self._owner = owner
         self._spool_directory = spool_directory
         self._is_stopping = is_stopping
+        self._traces = BatchTraces(db)
 
     def finalize(self, batch_id: str) -> bool:
         """Finalize a batch that is due. False: it isn't, or somebody else does it. Safe to run twice at once."""
-        lease_s = self._settings.lease_s
+        lease_s, began_ns = self._settings.lease_s, tracing.now_ns()
         lease = self._db.run(lambda session: finalize_queries.begin(session, batch_id, self._owner, lease_s))
         if lease is None:
             return False
@@ -103,6 +105,8 @@ class Finalizer:
         else:
             log.info("batch.not_finalized", batch=batch_id, epoch=lease.epoch, error=why_not)
             attempt.discard()
+        publishing_ns = attempt.publishing_ns if published else None
+        self._traces.finalized(batch_id, lease.epoch, began_ns=began_ns, publishing_ns=publishing_ns)
         return published
 
 
@@ -129,6 +133,7 @@ class _Attempt:
         self._fetch: Callable[[str], bytes] = lambda key: persist(lambda: store.get(key))
         self._is_sound = True  # nothing damaged was found
         self._num_merged = 0
+        self.publishing_ns: int | None = None  # when it began to publish
         self.num_unrun = 0  # lines that got an error line because nobody ran them
         self._uploads: list[list[str]] = []
         self._streams = {
@@ -161,7 +166,7 @@ class _Attempt:
             self._check()
             results = [_result(kind, done) for kind, stream in self._streams.items() if (done := stream.finish())]
             failpoints.reach("batch.publishing")
-            file_ttl_s = self._settings.file_ttl_s
+            file_ttl_s, self.publishing_ns = self._settings.file_ttl_s, tracing.now_ns()
             return self._fenced(
                 finalize_queries.publish, results, completed=completed, failed=failed, file_ttl_s=file_ttl_s
             )

@@ -21,10 +21,11 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints
+from batchsvc import failpoints, tracing
 from batchsvc.batches import resume_queries, unit_queries
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.resume_queries import SavedSequences
+from batchsvc.batches.traces import BatchTraces
 from batchsvc.batches.unit_queries import Claim, ClaimedUnit, NewPart
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
@@ -73,6 +74,7 @@ class _Buffer:
     saved_key: str | None = None  # where, if this owner has saved any
     num_saves: int = 0
     write: _Write | None = None
+    began_ns: int = field(default_factory=tracing.now_ns)
 
     def __post_init__(self) -> None:
         self.num_left = self.unit.num_lines - int.from_bytes(self.unit.done_bitmap, "little").bit_count()
@@ -125,6 +127,7 @@ class Writer:
         self._buffers: dict[str, _Buffer] = {}
         self._stopped = False
         self._ended: Counter[str] = Counter()
+        self._traces = BatchTraces(db)
         self._thread = WorkThread("writer", self._run, on_crash)
 
     def start(self) -> None:
@@ -258,6 +261,7 @@ class Writer:
         if buffer.write is None:
             buffer.write = self._take(buffer)
         write = buffer.write
+        began_ns = tracing.now_ns()
         self._put(buffer, write)
         if not self._leases.is_held(unit.claim):
             return self._lose(buffer)
@@ -266,6 +270,7 @@ class Writer:
             if not self._db.run(lambda session: self._count(session, buffer, write)):
                 return self._lose(buffer)
             if write.part:
+                self._traces.counted(unit, write.part, began_ns=began_ns)
                 failpoints.reach("part.counted")
         self._counted(buffer, write)
         if write.ends:
@@ -358,11 +363,13 @@ class Writer:
         if is_done and buffer.saved_key:
             self._delete(buffer.saved_key)
         self.drop(buffer.unit.claim)
+        self._traces.ran(buffer.unit, "done" if is_done else "given back", began_ns=buffer.began_ns)
         self._on_end(buffer.unit, is_done)
 
     def _lose(self, buffer: _Buffer) -> bool:
         log.warning("unit.lost", unit=buffer.unit.id, epoch=buffer.unit.epoch, lines=len(buffer.lines))
         self.drop(buffer.unit.claim)
+        self._traces.ran(buffer.unit, "lost", began_ns=buffer.began_ns)
         self._leases.give_up([buffer.unit.claim])  # a renewal that comes late must not keep what nobody runs
         self._on_lost([buffer.unit.claim])
         return False

@@ -13,11 +13,11 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from batchsvc import ids
+from batchsvc import ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
-from batchsvc.batches import inputs, line_set, message_intake, message_results, message_service, service
+from batchsvc.batches import inputs, line_set, message_intake, message_results, message_service, service, traces
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch
@@ -46,6 +46,7 @@ async def create_batch(
     request: Request, caller: CallerDep, context: ContextDep, arrived_ms: ArrivalDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
     """Create a message batch of the requests in the call, which may be large: they are stored as they come."""
+    began_ns = tracing.now_ns()
     given, num_requests = await message_intake.received(request, context, caller.project_id)
     batch_id = ids.message_batch_id()
     digest = given.stored.sha256  # the same requests are the same lines
@@ -73,6 +74,9 @@ async def create_batch(
             )
         if made.pop("file_id") != given.file_id:
             given.forget()
+        else:
+            tracing.uploaded(given.file_id, began_ns=began_ns)
+            traces.created(made["id"], given.file_id, began_ns=began_ns)
         context.dispatcher.plan(made["id"])
         return made
 
@@ -180,4 +184,4 @@ def _lines(context: Context, file: File | None) -> Iterator[bytes]:
 
 def _shown(session: Session, context: Context, request: Request, rows: list[Any]) -> list[dict[str, Any]]:
     base = context.settings.public_url or str(request.base_url)
-    return message_service.show(session, rows, context.settings, f"{base.rstrip('/')}{MESSAGES}/batches")
+    return message_service.show(session, rows, f"{base.rstrip('/')}{MESSAGES}/batches")

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints, ids
+from batchsvc import failpoints, ids, tracing
 from batchsvc.accounts import idempotency
-from batchsvc.accounts.caller import AdminDep, CallerDep
+from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
-from batchsvc.batches import inputs, poison_queries, service
+from batchsvc.batches import inputs, service, traces
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.inputs import NewInput
 from batchsvc.batches.lifecycle import Status
@@ -42,7 +42,7 @@ def create_batch(
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""
-    batch_id = ids.batch_id()
+    batch_id, began_ns = ids.batch_id(), tracing.now_ns()
     if body.endpoint == MESSAGES:
         raise InvalidRequestError(
             f"endpoint: batches of {MESSAGES} are created with POST {MESSAGES}/batches.",
@@ -70,6 +70,10 @@ def create_batch(
         )
     if given is not None and shown["input_file_id"] != given.file_id:
         given.forget()
+    elif given is not None:
+        tracing.uploaded(given.file_id, began_ns=began_ns)
+    if shown["id"] == batch_id:
+        traces.created(batch_id, shown["input_file_id"], began_ns=began_ns)
     failpoints.reach("batch.created")
     if shown["status"] == Status.VALIDATING:
         context.dispatcher.plan(shown["id"])
@@ -109,20 +113,6 @@ def cancel_batch(caller: CallerDep, context: ContextDep, batch_id: str) -> dict[
     if shown["status"] == Status.CANCELLING:
         context.dispatcher.finalize(batch_id)
     return shown
-
-
-@router.post("/admin/batches/{batch_id}/pause")
-def pause_batch(_admin: AdminDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
-    """Let no more units of a batch of any project run, until it is resumed. Its deadline stays."""
-    return context.db.run(
-        lambda session: _shown(session, context, [poison_queries.pause(session, batch_id, "by the operator")])[0]
-    )
-
-
-@router.post("/admin/batches/{batch_id}/resume")
-def resume_batch(_admin: AdminDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
-    """Let a paused batch of any project run on."""
-    return context.db.run(lambda session: _shown(session, context, [poison_queries.resume(session, batch_id)])[0])
 
 
 def _shown(session: Session, context: Context, rows: Sequence[Batch]) -> list[dict[str, Any]]:

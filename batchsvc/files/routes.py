@@ -16,13 +16,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from batchsvc import failpoints, ids
+from batchsvc import failpoints, ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import Repetition, RepetitionDep
 from batchsvc.accounts.service import Caller
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
-from batchsvc.files import service
+from batchsvc.files import life_queries, service
+from batchsvc.files.retention import LEAST_LIFE_S, MOST_LIFE_S
 from batchsvc.files.schemas import file_object
 from batchsvc.files.tables import File
 from batchsvc.http.conditional import is_range_meant, is_unchanged
@@ -49,20 +50,23 @@ async def create_file(
     request: Request, caller: CallerDep, context: ContextDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
     """Upload a file. Fields: `file`, `purpose`, and at will `expires_after[anchor]` with `expires_after[seconds]`."""
-    file_id = ids.file_id()
+    file_id, began_ns = ids.file_id(), tracing.now_ns()
     key = keys.input_file(caller.project_id, file_id)
     form = Form(request.headers.get("content-type"))
     check_length(request.headers.get("content-length"), context.settings.max_input_bytes)
     sink = StoreSink(context.store, key, context.settings.max_input_bytes)
     try:
-        filename, life_s = await _receive(request, form, sink, context.settings.file_ttl_s)
+        filename, life_s = await _receive(request, form, sink)
         stored = await sink.finish()
         failpoints.reach("file.stored")
     except BaseException:
         await sink.abandon()
         raise
     upload = _Upload(file_id=file_id, s3_key=key, filename=filename, stored=stored, life_s=life_s)
-    return await run_in_threadpool(_record, context, caller, upload, repetition)
+    shown = await run_in_threadpool(_record, context, caller, upload, repetition)
+    if shown["id"] == file_id:
+        tracing.uploaded(file_id, began_ns=began_ns)
+    return shown
 
 
 @router.get("")
@@ -135,8 +139,9 @@ def file_content(caller: CallerDep, context: ContextDep, file_id: str, request: 
     )
 
 
-async def _receive(request: Request, form: Form, sink: StoreSink, default_life_s: int) -> tuple[str, int]:
-    """Pass the file on to the sink. Returns its name and its life in seconds; refuses what it can while it comes."""
+async def _receive(request: Request, form: Form, sink: StoreSink) -> tuple[str, int | None]:
+    """Pass the file on to the sink. Returns its name and the life in seconds that it shall have, if the call says so;
+    refuses what it can while it comes."""
     fields: dict[str, str] = {}
     filename: str | None = None
     async for piece in request.stream():
@@ -160,7 +165,7 @@ async def _receive(request: Request, form: Form, sink: StoreSink, default_life_s
         raise InvalidRequestError(
             "Missing required parameter: 'file'.", code="missing_required_parameter", param="file"
         )
-    return filename, _life_s(fields, default_life_s)
+    return filename, _life_s(fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +176,7 @@ class _Upload:
     s3_key: str
     filename: str
     stored: Stored
-    life_s: int
+    life_s: int | None
 
 
 def _record(context: Context, caller: Caller, upload: _Upload, repetition: Repetition) -> dict[str, Any]:
@@ -179,6 +184,7 @@ def _record(context: Context, caller: Caller, upload: _Upload, repetition: Repet
     arguments = {"filename": upload.filename, "sha256": upload.stored.sha256, "life_s": upload.life_s}
 
     def add(session: Session) -> dict[str, Any]:
+        setting_s = context.settings.file_ttl_s
         return file_object(
             service.add_upload(
                 session,
@@ -189,7 +195,7 @@ def _record(context: Context, caller: Caller, upload: _Upload, repetition: Repet
                 etag=upload.stored.etag,
                 sha256=upload.stored.sha256,
                 size_bytes=upload.stored.size_bytes,
-                life_s=upload.life_s,
+                life_s=life_queries.input_life_s(session, caller.project_id, upload.life_s, setting_s),
                 is_retry=repetition.is_retry,
             )
         )
@@ -228,13 +234,13 @@ def _bytes(context: Context, row: File, start: int, end: int) -> Iterator[bytes]
     return chain([first], pieces)
 
 
-def _life_s(fields: dict[str, str], default_s: int) -> int:
+def _life_s(fields: dict[str, str]) -> int | None:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return default_s
+        return None
     if anchor != "created_at":
         raise InvalidRequestError("expires_after[anchor] must be 'created_at'.", param="expires_after[anchor]")
-    lowest, highest = service.MIN_LIFE_S, service.MAX_LIFE_S
+    lowest, highest = LEAST_LIFE_S, MOST_LIFE_S
     is_number = seconds is not None and re.fullmatch(r"[0-9]{1,9}", seconds) is not None
     if seconds is None or not is_number or not lowest <= int(seconds) <= highest:
         raise InvalidRequestError(

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request
 from sqlalchemy.orm import Session
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
-from batchsvc import ids
+from batchsvc import ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
+from batchsvc.files import life_queries
 from batchsvc.files import service as files
 from batchsvc.files import upload_service as service
 from batchsvc.files.tables import Upload
@@ -42,13 +43,14 @@ def create_upload(
     upload_id, settings = ids.upload_id(), context.settings
 
     def create(session: Session) -> dict[str, Any]:
+        asked_s = body.expires_after.seconds if body.expires_after else None
         row = service.create(
             session,
             caller.project_id,
             body,
             upload_id=upload_id,
             ttl_s=settings.upload_ttl_s,
-            life_s=body.expires_after.seconds if body.expires_after else settings.file_ttl_s,
+            life_s=life_queries.input_life_s(session, caller.project_id, asked_s, settings.file_ttl_s),
             max_bytes=settings.max_input_bytes,
         )
         return upload_object(row, row.status)
@@ -115,7 +117,7 @@ async def complete_upload(
     whole = await run_in_threadpool(look)
     if not isinstance(whole, Assembly):
         return whole
-    file_id = ids.file_id()
+    file_id, began_ns = ids.file_id(), tracing.now_ns()
     key = keys.input_file(caller.project_id, file_id)
     sink = StoreSink(context.store, key, context.settings.max_input_bytes)
     try:
@@ -137,6 +139,8 @@ async def complete_upload(
         raise
     if shown["file"]["id"] != file_id:  # another call was faster
         await run_in_threadpool(context.store.delete, [key])
+    else:
+        tracing.uploaded(file_id, began_ns=began_ns)
     return shown
 
 

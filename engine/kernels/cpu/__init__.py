@@ -1,4 +1,4 @@
-"""The verbs on CPU: int8 or bf16 matmuls (our own on AMX tiles, else torch's), the rest in C++ kernels.
+"""The verbs on CPU: int8 or bf16 matmuls (our own with AMX or AVX-512, else torch's), the rest in C++ kernels.
 
 `matmul.cpp`, `rows.cpp` and `attention.cpp` say what each kernel computes; this module checks layouts and passes
 pointers.
@@ -84,7 +84,8 @@ class CpuKernels(HostKernels):
         if self._has_tiles and rows % _PANEL == 0 and columns % int8.BLOCK == 0:
             values, scale = int8.quantize_weight(weight) if self._is_int8 else (weight.bfloat16().contiguous(), None)
             packed = torch.empty_like(values)
-            self._lib.pack_tiles(_pointer(values), rows, values.stride(0) * values.itemsize, _pointer(packed))
+            row_bytes = values.stride(0) * values.itemsize
+            self._lib.pack_tiles(_pointer(values), rows, row_bytes, self._is_int8, _pointer(packed))
             return Matrix(packed=packed, num_rows=rows, num_columns=columns, bias=bias, scale=scale, is_tiled=True)
         if self._is_int8:
             return int8.pack(weight, bias)

@@ -26,35 +26,47 @@ struct VectorDots {
   }
 
  private:
+  // Some blocks at a time: what one row waits for while another is added to.
   template <int R, bool IS_INT8> static void score_rows(Tile& t, int dim, const Keys& keys) {
-    for (int b = 0; b * BLOCK < keys.visible; b++)
-      if (IS_INT8) score_ints<R>(t, dim, keys.k[b], b); else score_halves<R>(t, dim, (const uint16_t*)keys.k[b], b);
+    constexpr int MANY = R > 3 ? 2 : 4;
+    const int blocks = (keys.visible + BLOCK - 1) / BLOCK;
+    int32_t origins[R];
+    if (IS_INT8)
+      for (int r = 0; r < R; r++) origins[r] = dot4_origin(t.ints() + r * dim, dim);
+    int b = 0;
+    for (; b + MANY <= blocks; b += MANY) score_blocks<R, MANY, IS_INT8>(t, dim, keys, b, origins);
+    for (; b < blocks; b++) score_blocks<R, 1, IS_INT8>(t, dim, keys, b, origins);
   }
 
-  template <int R> static void score_halves(Tile& t, int dim, const uint16_t* k, int b) {
-    f32x16 acc[R];
-    for (int r = 0; r < R; r++) acc[r] = f32x16{};
-    for (int d = 0; d < dim / 2; d++) {
-      const u32x16 key = load_u32(k + d * 32);
+  template <int R, int B, bool IS_INT8>
+  static void score_blocks(Tile& t, int dim, const Keys& keys, int b, const int32_t* origins) {
+    u32x16 acc[R][B];
+    const uint8_t* k[B];
+#pragma GCC unroll 4
+    for (int i = 0; i < B; i++) k[i] = keys.k[b + i];
+    const char* q = (const char*)t.q;
+    const int row_bytes = dim * (IS_INT8 ? 1 : 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int i = 0; i < B; i++) acc[r][i] = u32x16{} + (IS_INT8 ? (uint32_t)origins[r] : 0u);
+    for (int at = 0; at < row_bytes; at += 4) {
+      u32x16 key[B];
+#pragma GCC unroll 4
+      for (int i = 0; i < B; i++) key[i] = IS_INT8 ? load_u32(k[i] + at * 16) ^ 0x80808080u : load_u32(k[i] + at * 16);
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        uint32_t q; std::memcpy(&q, t.halves() + r * dim + 2 * d, 4);
-        acc[r] = dot2(acc[r], u32x16{} + q, key);
+        uint32_t part; std::memcpy(&part, q + r * row_bytes + at, 4);
+#pragma GCC unroll 4
+        for (int i = 0; i < B; i++)
+          acc[r][i] = IS_INT8 ? (u32x16)dot4((i32x16)acc[r][i], u32x16{} + part, key[i])
+                              : as_u32(dot2(as_f32(acc[r][i]), u32x16{} + part, key[i]));
       }
     }
-    for (int r = 0; r < R; r++) store(t.score[r] + b * BLOCK, acc[r]);
-  }
-
-  template <int R> static void score_ints(Tile& t, int dim, const uint8_t* k, int b) {
-    i32x16 acc[R];
-    for (int r = 0; r < R; r++) acc[r] = i32x16{};
-    for (int d = 0; d < dim / 4; d++) {
-      const u32x16 key = load_u32(k + d * 64);
-      for (int r = 0; r < R; r++) {
-        uint32_t q; std::memcpy(&q, t.ints() + r * dim + 4 * d, 4);
-        acc[r] = dot4(acc[r], u32x16{} + q, key);
-      }
-    }
-    for (int r = 0; r < R; r++) std::memcpy(t.score[r] + b * BLOCK, &acc[r], 64);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int i = 0; i < B; i++) store(t.score[r] + (b + i) * BLOCK, as_f32(acc[r][i]));
   }
 
   template <int S> static void mix_wide(Tile& t, int dim, const Keys& keys) {
@@ -71,17 +83,24 @@ struct VectorDots {
   template <int R, int S> static void mix_rows(Tile& t, int dim, const Keys& keys) {
     for (int base = 0; base < dim; base += 16 * S) {
       f32x16 acc[R][S];
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int j = 0; j < S; j++) acc[r][j] = load(t.mixed + r * dim + base + 16 * j);
       for (int p = 0; p * 2 < keys.visible; p++) {
         u32x16 value[S];
+#pragma GCC unroll 4
         for (int j = 0; j < S; j++) value[j] = load_u32(keys.v + (p * dim + base + 16 * j) * 2);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           uint32_t w; std::memcpy(&w, &t.weight[r][p * 2], 4);
+#pragma GCC unroll 4
           for (int j = 0; j < S; j++) acc[r][j] = dot2(acc[r][j], u32x16{} + w, value[j]);
         }
       }
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int j = 0; j < S; j++) store(t.mixed + r * dim + base + 16 * j, acc[r][j]);
     }
   }

@@ -42,7 +42,7 @@ class Fp8Kernels:
             part = matrix.packed[start : start + _PANEL_ROWS]
             plain, tiles = (torch.empty(part.shape, dtype=torch.bfloat16) for _ in range(2))
             self._lib.unpack_fp8(_pointer(part), ctypes.c_int64(part.numel()), _pointer(plain))
-            self._lib.pack_tiles(_pointer(plain), len(part), 2 * columns, _pointer(tiles))
+            self._lib.pack_tiles(_pointer(plain), len(part), 2 * columns, False, _pointer(tiles))
             out = torch.empty(len(rows), len(part))
             self._lib.matmul(
                 _pointer(rows), _pointer(tiles), None, None, len(rows), len(part), 2 * columns, _pointer(out)

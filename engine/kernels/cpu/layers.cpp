@@ -1,11 +1,12 @@
 // All layers of a step in one call: the same kernels in the same order as one by one, without the way back to Python
 // between them, in working memory that stays from step to step. One team of threads does it all: with few rows a kernel
 // alone isn't worth waking them, but all of them together are.
-#include "amx.h"
+#include "panel_amx.h"
+#include "panel_vector.h"
 #include "team.h"
 #include <type_traits>
 
-#if HAS_AMX
+#if HAS_AMX || HAS_VECTOR_PANELS
 
 extern "C" {
 

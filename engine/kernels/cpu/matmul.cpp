@@ -1,66 +1,33 @@
-// Rows times a packed matrix on AMX tiles, with what follows each linear layer fused behind it.
+// Rows times a packed matrix on AMX tiles or in AVX-512 registers, with what follows each linear layer fused behind it.
 //
 // int8 rows give exact integer sums, bf16 rows float32 sums; both walk the columns of the matrix in one order whatever
 // the number of rows, so a row's result doesn't depend on the rows beside it.
 //
-// Layout of a packed weight [out][bytes]: [out / 16][bytes / 64][16][16][4], tiles of 16 outputs by 64 bytes.
-#include "amx.h"
+// Layout of a packed weight [out][bytes]: [out / 16][bytes / 64][16][16][4], tiles of 16 outputs by 64 bytes; in int8
+// without AMX each byte is the number + 128.
+#include "panel_amx.h"
+#include "panel_vector.h"
 
-#if HAS_AMX
+#if HAS_AMX || HAS_VECTOR_PANELS
 #include "best.h"
 #include "quantize.h"
 #include "team.h"
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
-constexpr int PANEL = 32, BLOCK_ROWS = 256, TILE_BYTES = 1024;
 constexpr int64_t FEW_BYTES = 2 << 20;  // products that are done sooner than other threads would wake
-
-// Tiles: 0 to 3 are the sums (2 by 2), 4 and 5 rows, 6 and 7 weights.
-struct Int8 {
-  using Sum = int32_t;
-  static void multiply_top() { _tile_dpbssd(0, 4, 6); _tile_dpbssd(1, 4, 7); }
-  static void multiply_bottom() { _tile_dpbssd(2, 5, 6); _tile_dpbssd(3, 5, 7); }
-};
-struct Bf16 {
-  using Sum = float;
-  static void multiply_top() { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); }
-  static void multiply_bottom() { _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7); }
-};
 
 struct Operands {
   const uint8_t *rows, *tiles;
   const float *row_scale, *column_scale;  // null for bf16
   int num_rows, num_columns, row_bytes;
   bool is_big() const { return (int64_t)num_rows * num_columns * row_bytes > FEW_BYTES; }
+  const uint8_t* row(int m) const { return rows + (int64_t)m * row_bytes; }
   const uint8_t* tile(int column16) const { return tiles + (int64_t)column16 * (row_bytes / 64) * TILE_BYTES; }
 };
-
-inline void configure(int rows) {
-  TileShapes c;
-  const int top = std::min(16, rows), bottom = std::max(1, rows - 16);
-  c.set(0, top, 64); c.set(1, top, 64); c.set(2, bottom, 64); c.set(3, bottom, 64);
-  c.set(4, top, 64); c.set(5, bottom, 64); c.set(6, 16, 64); c.set(7, 16, 64);
-  _tile_loadconfig(&c);
-}
-
-// At most 32 rows by two tiles of 16 columns -> sums[32][32].
-template <class Dot, bool HAS_BOTTOM>
-void multiply(const uint8_t* rows, int row_bytes, const uint8_t* left, const uint8_t* right, typename Dot::Sum (*sums)[PANEL]) {
-  _tile_zero(0); _tile_zero(1);
-  if (HAS_BOTTOM) { _tile_zero(2); _tile_zero(3); }
-  for (int k = 0; k < row_bytes; k += 64, left += TILE_BYTES, right += TILE_BYTES) {
-    _tile_loadd(4, rows + k, row_bytes);
-    _tile_loadd(6, left, 64);
-    _tile_loadd(7, right, 64);
-    Dot::multiply_top();
-    if (HAS_BOTTOM) { _tile_loadd(5, rows + 16 * (int64_t)row_bytes + k, row_bytes); Dot::multiply_bottom(); }
-  }
-  _tile_stored(0, sums[0], PANEL * 4); _tile_stored(1, sums[0] + 16, PANEL * 4);
-  if (HAS_BOTTOM) { _tile_stored(2, sums[16], PANEL * 4); _tile_stored(3, sums[16] + 16, PANEL * 4); }
-}
 
 inline f32x16 floats(const float* p) { return load(p); }
 inline f32x16 floats(const int32_t* p) { i32x16 v; std::memcpy(&v, p, 64); return __builtin_convertvector(v, f32x16); }
@@ -125,52 +92,68 @@ template <class Sum> struct Search {
 };
 
 // Panel by panel; a task is a block of rows by a run of panels, so that its weights are read once and stay near.
-template <class Dot, class Then> void for_each_panel(const Operands& x, const Then& then) {
+template <class Panel, class Then> void for_each_panel(const Operands& x, const Then& then) {
   const int panels = x.num_columns / PANEL, whole = x.num_rows / PANEL * PANEL, rest = x.num_rows - whole;
   const int blocks = (whole + BLOCK_ROWS - 1) / BLOCK_ROWS + (rest > 0);
   const int run = std::clamp(panels * blocks / (8 * omp_get_num_threads()), 1, 16), runs = (panels + run - 1) / run;
-  alignas(64) typename Dot::Sum sums[PANEL][PANEL];
-  int height = 0;
+  alignas(64) typename Panel::Sum sums[PANEL][PANEL];
+  Panel panel;
 #pragma omp for schedule(dynamic, 1)
   for (int task = 0; task < blocks * runs; task++) {
     const int first = task / runs * BLOCK_ROWS;
     const bool is_rest = rest > 0 && task / runs == blocks - 1;
     const int begin = is_rest ? whole : first, end = is_rest ? x.num_rows : std::min(whole, first + BLOCK_ROWS);
     const int step = is_rest ? rest : PANEL;
-    if (height != step) configure(height = step);
+    panel.begin(x.row(begin), end - begin, x.row_bytes, step);
     for (int j = task % runs * run; j < std::min(panels, (task % runs + 1) * run); j++) {
       const uint8_t *left = x.tile(then.left(x, j)), *right = x.tile(then.right(x, j));
       for (int m = begin; m < end; m += step) {
-        const uint8_t* rows = x.rows + (int64_t)m * x.row_bytes;
-        if (step > 16) multiply<Dot, true>(rows, x.row_bytes, left, right, sums);
-        else multiply<Dot, false>(rows, x.row_bytes, left, right, sums);
+        panel.multiply(x.row(m), m - begin, step, x.row_bytes, left, right, sums);
         then.take(x, sums, m, step, j);
       }
     }
   }
-  if (height) _tile_release();
 }
 
-template <class F> void with_dot(const Operands& x, F f) {
-  if (x.row_scale) f(Int8{}); else f(Bf16{});
+// Calls `f` with a pointer to the type of panel that this machine has for these operands.
+template <class F> void with_panel(const Operands& x, F f) {
+#if HAS_AMX
+  if (amx_allowed()) {
+    if (x.row_scale) f((AmxPanel<AmxInt8Dot>*)nullptr); else f((AmxPanel<AmxBf16Dot>*)nullptr);
+    return;
+  }
+#endif
+#if HAS_VECTOR_PANELS
+  if (x.row_scale) f((VectorPanel<VectorInt8Dot>*)nullptr); else f((VectorPanel<VectorBf16Dot>*)nullptr);
+#endif
 }
+
+#if HAS_AMX
+bool is_unsigned() { return !amx_allowed(); }
+#else
+bool is_unsigned() { return true; }
+#endif
 
 }  // namespace
 
 extern "C" {
 
-int has_tiles() { return amx_allowed(); }
+int has_tiles() { return HAS_VECTOR_PANELS || !is_unsigned(); }
 
 // weight [out][row_bytes] -> its tiles: four bytes of input (int8) or two halves (bf16) lie side by side.
-void pack_tiles(const uint8_t* weight, int out, int row_bytes, uint8_t* tiles) {
+void pack_tiles(const uint8_t* weight, int out, int row_bytes, int is_int8, uint8_t* tiles) {
   const int steps = row_bytes / 64;
+  const uint32_t sign = is_int8 && is_unsigned() ? 0x80808080u : 0u;
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < out / 16; n++)
     for (int k = 0; k < steps; k++)
       for (int i = 0; i < 16; i++)
-        for (int c = 0; c < 16; c++)
-          std::memcpy(tiles + ((int64_t)n * steps + k) * TILE_BYTES + i * 64 + c * 4,
-                      weight + (int64_t)(n * 16 + c) * row_bytes + k * 64 + i * 4, 4);
+        for (int c = 0; c < 16; c++) {
+          uint32_t four;
+          std::memcpy(&four, weight + (int64_t)(n * 16 + c) * row_bytes + k * 64 + i * 4, 4);
+          four ^= sign;
+          std::memcpy(tiles + ((int64_t)n * steps + k) * TILE_BYTES + i * 64 + c * 4, &four, 4);
+        }
 }
 
 #define OPERANDS const uint8_t *rows, const uint8_t *tiles, const float *row_scale, const float *column_scale, int num_rows, \
@@ -179,17 +162,17 @@ void pack_tiles(const uint8_t* weight, int out, int row_bytes, uint8_t* tiles) {
 
 void matmul(OPERANDS, void* out) {
   const Operands x = GIVEN;
-  with_dot(x, [&](auto dot) {
-    using Dot = decltype(dot);
-    in_team(x.is_big(), [&] { for_each_panel<Dot>(x, Store<typename Dot::Sum>{(typename Dot::Sum*)out}); });
+  with_panel(x, [&](auto* of) {
+    using Panel = std::remove_pointer_t<decltype(of)>;
+    in_team(x.is_big(), [&] { for_each_panel<Panel>(x, Store<typename Panel::Sum>{(typename Panel::Sum*)out}); });
   });
 }
 
 void matmul_add(OPERANDS, float* residual) {
   const Operands x = GIVEN;
-  with_dot(x, [&](auto dot) {
-    using Dot = decltype(dot);
-    in_team(x.is_big(), [&] { for_each_panel<Dot>(x, Add<typename Dot::Sum>{residual}); });
+  with_panel(x, [&](auto* of) {
+    using Panel = std::remove_pointer_t<decltype(of)>;
+    in_team(x.is_big(), [&] { for_each_panel<Panel>(x, Add<typename Panel::Sum>{residual}); });
   });
 }
 
@@ -197,15 +180,15 @@ void matmul_add(OPERANDS, float* residual) {
 // finite or no column may come. The first `masked` rows have masks, int32 [masked][words].
 void matmul_best(OPERANDS, const uint32_t* masks, int masked, int words, int64_t* columns) {
   const Operands x = GIVEN;
-  with_dot(x, [&](auto dot) {
-    using Dot = decltype(dot);
+  with_panel(x, [&](auto* of) {
+    using Panel = std::remove_pointer_t<decltype(of)>;
     std::vector<Best> all;
 #pragma omp parallel if (x.is_big())
     {
 #pragma omp single
       all.assign((int64_t)omp_get_num_threads() * num_rows, Best::none());
       Best* mine = all.data() + (int64_t)omp_get_thread_num() * num_rows;
-      for_each_panel<Dot>(x, Search<typename Dot::Sum>{mine, {masks, masked, words}});
+      for_each_panel<Panel>(x, Search<typename Panel::Sum>{mine, {masks, masked, words}});
 #pragma omp for schedule(static)
       for (int m = 0; m < num_rows; m++) {
         Best best = all[m];
@@ -221,10 +204,10 @@ void matmul_best(OPERANDS, const uint32_t* masks, int masked, int words, int64_t
 void matmul_gated(OPERANDS, int is_gelu, float* scratch, int8_t* q, float* scale, uint16_t* halves) {
   const Operands x = GIVEN;
   const int inner = num_columns / 2;
-  with_dot(x, [&](auto dot) {
-    using Dot = decltype(dot);
+  with_panel(x, [&](auto* of) {
+    using Panel = std::remove_pointer_t<decltype(of)>;
     in_team(x.is_big(), [&] {
-      for_each_panel<Dot>(x, Gated<typename Dot::Sum>{scratch, is_gelu != 0});
+      for_each_panel<Panel>(x, Gated<typename Panel::Sum>{scratch, is_gelu != 0});
 #pragma omp for schedule(static)
       for (int m = 0; m < num_rows; m++) {
         float* y = scratch + (int64_t)m * inner;

@@ -46,26 +46,42 @@ static inline void store_halves(uint16_t* p, u32x16 v) {
 }
 static inline void store_bf16(uint16_t* p, f32x16 v) { store_halves(p, round_bf16(v)); }
 
-// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over 16 pairs of bf16.
+// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] over 16 pairs of bf16. In assembly, because of intrinsics that add to an
+// operand GCC makes copies.
 static inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512BF16__)
-  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+  return acc;
 #else
   acc += as_f32(a << 16) * as_f32(b << 16);
   return acc + as_f32(a & 0xffff0000u) * as_f32(b & 0xffff0000u);
 #endif
 }
 
-// acc[i] += the four products of the int8 a[4i] to a[4i + 3] with b's.
+// acc[i] += the four products of the int8 a[4i] to a[4i + 3] with b's, which are given plus 128: the instruction wants one
+// side unsigned. So acc begins at `dot4_origin` of a's whole row.
 static inline i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512VNNI__)
-  // The instruction wants one side unsigned: b + 128 instead of b, less 128 times the sum of a.
-  const __m512i extra = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char)0x80), (__m512i)a);
-  return (i32x16)_mm512_sub_epi32(_mm512_dpbusd_epi32((__m512i)acc, (__m512i)(b ^ 0x80808080u), (__m512i)a), extra);
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
+  return acc;
 #else
-  for (int shift = 24; shift >= 0; shift -= 8) acc += ((i32x16)(a << shift) >> 24) * ((i32x16)(b << shift) >> 24);
+  for (int shift = 24; shift >= 0; shift -= 8)
+    acc += ((i32x16)(a << shift) >> 24) * (i32x16)((b >> (24 - shift)) & 0xffu);
   return acc;
 #endif
+}
+
+// -128 times the sum of n numbers.
+static inline int32_t dot4_origin(const int8_t* a, int n) {
+  int i = 0;
+  int32_t sum = 0;
+#if defined(__AVX512VNNI__)
+  i32x16 sums = i32x16{};
+  for (; i + 64 <= n; i += 64) sums = dot4(sums, load_u32(a + i), u32x16{} + 0x01010101u);
+  sum = _mm512_reduce_add_epi32((__m512i)sums);
+#endif
+  for (; i < n; i++) sum += a[i];
+  return -128 * sum;
 }
 
 static inline float sum(f32x16 v) {

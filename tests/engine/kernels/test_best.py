@@ -15,9 +15,7 @@ from engine.kernels import Kernels, reference
 from engine.kernels.cpu import CpuKernels
 from engine.kernels.cpu.build import library
 from engine.kernels.values import Matrix, Rows
-from tests.engine.kernels.test_cpu import FORMATS, MODEL, OLDER, older_flags, random, tiers, without_tiles
-
-BUILDS = ("this processor", "no tiles", *OLDER)
+from tests.engine.kernels.test_cpu import BUILDS, FORMATS, MODEL, OLDER, older_flags, random, tiers, use
 
 
 def words_of(masks: list[set[int]], num_words: int) -> torch.Tensor:
@@ -41,10 +39,11 @@ def search(logits: torch.Tensor, masks: list[set[int]], num_words: int) -> list[
 
 def built(weight_format: str, build: str) -> CpuKernels:
     cpu, _ = tiers(weight_format)
-    if build != "this processor":
-        cpu._lib = library(without_tiles() if build == "no tiles" else older_flags(build))
-        cpu._has_tiles = bool(cpu._lib.has_tiles())
-        assert not cpu._has_tiles
+    if build in BUILDS:
+        use(cpu, build)
+    else:
+        cpu._lib = library(older_flags(build))
+        cpu._has_tiles = False
     return cpu
 
 
@@ -68,7 +67,7 @@ def check(kernels: Kernels, ready: Rows, matrix: Matrix, masks: list[set[int]], 
     assert found.tolist() == search(logits, masks, num_words)
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [*BUILDS, *OLDER])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_masks_of_all_kinds_leave_the_best_that_may_come(weight_format: str, build: str) -> None:
     """Vocabularies that are whole words of masks, half a word more, and four columns more."""
@@ -85,7 +84,7 @@ def test_masks_of_all_kinds_leave_the_best_that_may_come(weight_format: str, bui
             check(cpu, ready, matrix, masks, whole + 2)
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [*BUILDS, *OLDER])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_of_equals_the_first_that_may_come(weight_format: str, build: str) -> None:
     cpu = built(weight_format, build)
@@ -100,7 +99,7 @@ def test_of_equals_the_first_that_may_come(weight_format: str, build: str) -> No
     assert cpu.best(ready, matrix, words_of(masks, 32)).tolist() == [*equals, 17]
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [*BUILDS, *OLDER])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_masks_change_no_row_but_their_own(weight_format: str, build: str) -> None:
     """And a row that isn't finite has no best column, whether it has a mask or not."""

@@ -45,9 +45,15 @@ def tiers(weight_format: str, kv_format: str = "bf16", **changes: int) -> tuple[
     return cpu, TorchKernels(model, weight_format=weight_format, kv_format="bf16", block_tokens=BLOCK_TOKENS)
 
 
-def without_tiles() -> tuple[str, ...]:
-    """What the compiler is told where the processor has no AMX."""
-    return (*_FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+NO_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+BUILDS = {"this processor": (), "no AMX": NO_AMX, "no matmul of ours": (*NO_AMX, "-mno-avx512bf16")}
+
+
+def use(cpu: CpuKernels, build: str) -> None:
+    """From here on `cpu` is what it would be on a processor with less than this one."""
+    cpu._lib = library((*_FLAGS, *BUILDS[build]))
+    cpu._has_tiles = bool(cpu._lib.has_tiles())
+    assert not (cpu._has_tiles and build == "no matmul of ours")
 
 
 def older_flags(name: str) -> tuple[str, ...]:
@@ -71,11 +77,11 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, steps: float) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("has_tiles", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 300])
-def test_row_kernels_are_the_reference(weight_format: str, rows: int, has_tiles: bool) -> None:
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 29, 64, 300])
+def test_row_kernels_are_the_reference(weight_format: str, rows: int, build: str) -> None:
     cpu, torch_tier = tiers(weight_format)
-    cpu._has_tiles = cpu._has_tiles and has_tiles  # without tiles, or where there are none: through torch
+    use(cpu, build)
     x, weight = random(rows, MODEL.hidden) * 7, random(MODEL.hidden, seed=1)
     assert_near(value(cpu.norm(x, weight, 1e-5)), value(torch_tier.norm(x, weight, 1e-5)), 1.01)
     assert_near(value(cpu.pack_rows(x)), value(torch_tier.pack_rows(x)), 1.01)
@@ -102,11 +108,11 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(weight_format: str) ->
         assert torch.equal(got[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str, has_tiles: bool) -> None:
+def test_a_row_comes_out_the_same_whatever_stands_beside_it(weight_format: str, build: str) -> None:
     cpu = CpuKernels(MODEL, weight_format=weight_format, block_tokens=BLOCK_TOKENS, reproducible=True)
-    cpu._has_tiles = cpu._has_tiles and has_tiles
+    use(cpu, build)
     packed = cpu.pack_matrix(random(2 * MODEL.mlp, MODEL.hidden, seed=2), None)
     x, residual = random(333, MODEL.hidden), random(333, 2 * MODEL.mlp, seed=1)
     ones, weight = residual.clone(), torch.ones(MODEL.hidden)
@@ -199,7 +205,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=40, deadline=None)
 @given(
     kv_format=st.sampled_from(["bf16", "int8"]),
-    has_tiles=st.booleans(),
+    build=st.sampled_from([*BUILDS]),
     shared=st.sampled_from([0, 3, 4, 9, 16]),
     own=st.lists(st.tuples(st.integers(1, 150), st.sampled_from([1, 1, 2, 33])), min_size=1, max_size=6),
     heads=st.sampled_from([(2, 1), (6, 2), (4, 4), (8, 1)]),
@@ -208,7 +214,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 )
 def test_attention_is_dense_attention_and_grouping_changes_no_bit(
     kv_format: str,
-    has_tiles: bool,
+    build: str,
     shared: int,
     own: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -217,8 +223,7 @@ def test_attention_is_dense_attention_and_grouping_changes_no_bit(
 ) -> None:
     num_heads, kv_heads = heads
     cpu, _ = tiers("bf16", kv_format, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim)
-    if not has_tiles:
-        cpu._lib = library(without_tiles())
+    use(cpu, build)
     prefix, tokens = tuple(range(shared)), BLOCK_TOKENS
     sequences, needed, row = [], shared, 0
     for length, size in own:
@@ -268,16 +273,22 @@ def test_poisoned_keys_beyond_the_end_are_not_touched() -> None:
         assert torch.equal(cpu.attend(q, k, v, plan), sound)
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 @pytest.mark.parametrize("name", OLDER)
-def test_older_processors_compute_the_same(name: str) -> None:
+def test_older_processors_compute_the_same(name: str, kv_format: str) -> None:
     """The same sources compiled for less: only the fused bf16 pairs may round differently."""
-    cpu, _ = tiers("bf16")
-    older, _ = tiers("bf16")
+    cpu, _ = tiers("bf16", kv_format)
+    older, _ = tiers("bf16", kv_format)
     older._lib = library(older_flags(name))
     x, weight = random(7, MODEL.hidden), random(MODEL.hidden, seed=1)
     assert_near(value(older.norm(x, weight, 1e-5)), value(cpu.norm(x, weight, 1e-5)), 1.0)
     blocks = tuple(range(9))
-    k, v = (random(9, *shape).bfloat16() for shape in (cpu.layout.k_shape, cpu.layout.v_shape))
+    wire = random(2, 9, MODEL.num_kv_heads, BLOCK_TOKENS, MODEL.head_dim).bfloat16()
+    pair = PairLayout(BLOCK_TOKENS, MODEL.num_kv_heads, MODEL.head_dim)
+    if kv_format == "int8":
+        k, v = (scaled_blocks(pair, wire[side], bool(side))[0] for side in (0, 1))
+    else:
+        k, v = pair.k_from_wire(wire[0]).contiguous(), pair.v_from_wire(wire[1]).contiguous()
     q = random(3, MODEL.num_heads, MODEL.head_dim).bfloat16()
     plan: CpuAttentionPlan = cpu.plan_attention([SequenceSpan(0, 3, 140, blocks)])
     torch.testing.assert_close(older.attend(q, k, v, plan), cpu.attend(q, k, v, plan), atol=2e-2, rtol=2e-2)

@@ -10,7 +10,7 @@ import torch
 from engine.kernels.cpu import BLOCK_TOKENS, CpuKernels
 from engine.kernels.spans import SequenceSpan
 from engine.kernels.torch_tier import TorchKernels
-from tests.engine.kernels.test_cpu import FORMATS, LOG2_E, MODEL, assert_near, filled_caches, random, value
+from tests.engine.kernels.test_cpu import BUILDS, FORMATS, LOG2_E, MODEL, assert_near, filled_caches, random, use, value
 
 GEMMA = replace(MODEL, activation="gelu", query_scalar=40.0, has_qk_norm=True, has_post_norms=True, norm_eps=1e-3)
 
@@ -21,11 +21,11 @@ def tiers(weight_format: str) -> tuple[CpuKernels, TorchKernels]:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("rows", [1, 17, 64])
-def test_geglu_and_norms_behind_are_the_reference(weight_format: str, rows: int, has_tiles: bool) -> None:
+def test_geglu_and_norms_behind_are_the_reference(weight_format: str, rows: int, build: str) -> None:
     cpu, plain = tiers(weight_format)
-    cpu._has_tiles = cpu._has_tiles and has_tiles
+    use(cpu, build)
     x, matrix = random(rows, MODEL.hidden) * 7, random(2 * MODEL.mlp, MODEL.hidden, seed=2) / 10
     ready, packed, unpacked = plain.pack_rows(x), cpu.pack_matrix(matrix, None), plain.pack_matrix(matrix, None)
     gated = value(cpu.linear_gated(ready, packed))
@@ -44,10 +44,10 @@ def test_geglu_and_norms_behind_are_the_reference(weight_format: str, rows: int,
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_biased_and_normalized_heads_are_the_reference(weight_format: str, has_bias: bool, has_tiles: bool) -> None:
+@pytest.mark.parametrize("build", BUILDS)
+def test_biased_and_normalized_heads_are_the_reference(weight_format: str, has_bias: bool, build: str) -> None:
     cpu, plain = tiers(weight_format)
-    cpu._has_tiles = cpu._has_tiles and has_tiles
+    use(cpu, build)
     heads, slots = MODEL.num_heads + 2 * MODEL.num_kv_heads, torch.tensor([33, 14, 15])
     matrix, x = random(heads * MODEL.head_dim, MODEL.hidden) / 10, random(len(slots), MODEL.hidden, seed=1)
     bias = random(heads * MODEL.head_dim, seed=5) if has_bias else None

@@ -31,8 +31,9 @@ def locked_project(session: Session, project_id: str) -> Project:
 
 
 def project_named(session: Session, name: str) -> Project | None:
-    """The oldest project of this name."""
-    return session.scalars(select(Project).where(Project.name == name).order_by(Project.created_ms).limit(1)).first()
+    """The oldest project of this name, one that isn't archived first."""
+    found = select(Project).where(Project.name == name)
+    return session.scalars(found.order_by(Project.archived_ms.is_not(None), Project.created_ms).limit(1)).first()
 
 
 def money_limits(session: Session, project_id: str) -> tuple[int | None, bool]:

@@ -41,7 +41,7 @@ class Caller:
 
 def create_project(session: Session, name: str) -> Project:
     """A new tenant with a salt of its own."""
-    made = Project(id=ids.project_id(), name=_checked(name), salt=ids.random_text(32), weight=1, created_ms=now_ms())
+    made = Project(id=ids.project_id(), name=check_name(name), salt=ids.random_text(32), weight=1, created_ms=now_ms())
     session.add(made)
     session.flush()
     return made
@@ -120,7 +120,7 @@ def create_key(session: Session, project_id: str, name: str, is_admin: bool = Fa
     row = ApiKey(
         id=new.id,
         project_id=project_id,
-        name=_checked(name),
+        name=check_name(name),
         hash=new.hash,
         is_admin=is_admin,
         created_ms=now_ms(),
@@ -180,7 +180,8 @@ def limits_of(row: ApiKey | Project) -> Limits:
     )
 
 
-def _checked(name: str) -> str:
+def check_name(name: str) -> str:
+    """The name, if a project, a key or a service account may have it. Raises InvalidRequestError."""
     if not name.strip() or len(name) > _NAME_CHARS or not name.isprintable():
         raise InvalidRequestError(f"name must be 1 to {_NAME_CHARS} printable characters.", param="name")
     return name

@@ -27,17 +27,12 @@ def serve(
 
 
 def migrate() -> None:
-    """Bring DATABASE_URL to this version's schema and seed the price book."""
-    from batchsvc.billing.service import seed_prices
-    from batchsvc.db.migrate import current, upgrade
-    from batchsvc.db.session import Database
+    """Bring DATABASE_URL to this version's schema and seed the price book: `db upgrade --from-env`."""
+    from batchsvc.cli.db import bring_up
+    from batchsvc.db.migrate import schema_of
     from batchsvc.settings import Settings
 
     url = Settings.from_env().database_url
-    upgrade(url)
-    database = Database(url)
-    try:
-        database.run(seed_prices)
-    finally:
-        database.dispose()
-    Console().out(f"The database is at revision {current(url)}.")
+    before = schema_of(url)
+    bring_up(url, before)
+    Console().out(f"The database is at revision {before.head}.")

@@ -1,13 +1,19 @@
 """Brings a database to the schema of this version; several processes may try at once, one does it.
 
 The whole upgrade is one transaction: PostgreSQL holds an advisory lock in it, SQLite its only write lock, so the
-others wait and then find nothing to do. A schema newer than this version is refused, because an old process would
-write rows that the new one doesn't expect. `python -m batchsvc.db.migrate` migrates DATABASE_URL.
+others wait and then find nothing to do. `python -m batchsvc.db.migrate` migrates DATABASE_URL.
+
+A process that starts asks `require_current`. It refuses a schema newer than this version, because an old process would
+write rows that the new one doesn't expect, and an older one, which lacks columns: an operator upgrades a database that
+is in use (`batchsvc db upgrade`), no process does it by itself. Migrations only expand (a column or a table that an old
+process doesn't name does it no harm), so processes that ran before the upgrade run on beside the new ones until they
+are replaced. No database is downgraded: the way back is the backup that was made before.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -24,9 +30,78 @@ from batchsvc.settings import Settings, SettingsError
 
 _LOCK = 0x6261746368737663  # "batchsvc": the key of PostgreSQL's advisory lock
 
+_LOCATION = str(files("migrations")).replace("%", "%%")
+
+
+class SchemaError(SettingsError):
+    """The database's schema isn't the one that this version works with; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """Where a database stands. `found` is None if it is empty; `pending` are the revisions up to `head`, oldest first,
+    None if `found` is of a newer version."""
+
+    found: str | None
+    head: str
+    pending: tuple[str, ...] | None
+
+    def refuse_newer(self) -> None:
+        """Raises SchemaError if a newer version has migrated it."""
+        if self.pending is None:
+            raise SchemaError(
+                f"The database was migrated by a newer version of batchsvc (revision {self.found}), and this one works "
+                f"with {self.head}: install that version, or restore a backup from before the upgrade."
+            )
+
+
+def schema_of(database_url: str) -> Schema:
+    """Where a database stands. Raises UnavailableError if it doesn't answer."""
+    database = Database(database_url)
+    try:
+        with database.engine.connect() as connection:
+            return _schema(connection, _config(connection))
+    except OperationalError as error:
+        raise _silent(error) from error
+    finally:
+        database.dispose()
+
+
+def is_known(revision: str) -> bool:
+    """Whether a revision is one of this version's, or of one before it."""
+    config = Config()
+    config.set_main_option("script_location", _LOCATION)
+    return revision in {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+
+
+def require_current(database_url: str) -> None:
+    """Raises SchemaError unless the database has exactly this version's schema, UnavailableError if it is silent."""
+    schema = schema_of(database_url)
+    schema.refuse_newer()
+    if schema.pending:
+        has = "is empty" if schema.found is None else f"is at revision {schema.found}"
+        raise SchemaError(
+            f"The database {has} and this version of batchsvc works with {schema.head}: make a backup, and run "
+            "`batchsvc db upgrade --from-env`."
+        )
+
+
+def make_or_require(database_url: str) -> None:
+    """Make the schema in an empty database, for whoever starts the first process of a deployment; else as
+    `require_current`."""
+    if schema_of(database_url).found is None:
+        upgrade(database_url)
+    else:
+        require_current(database_url)
+
 
 def upgrade(database_url: str) -> None:
-    """Migrate to the newest revision. Raises SettingsError if the schema is newer than this version."""
+    """Migrate to the newest revision. Raises SchemaError if the schema is newer than this version."""
+    upgrade_to(database_url, "head")
+
+
+def upgrade_to(database_url: str, revision: str) -> None:
+    """Migrate up to a revision, as `upgrade` does: for what has to be put into a schema of its own age first."""
     database = Database(database_url)
     if database.is_sqlite:
         # a table that alembic copies is dropped, which would cascade to the rows that refer to it
@@ -39,11 +114,10 @@ def upgrade(database_url: str) -> None:
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             config = _config(connection)
-            _refuse_newer(connection, config)
-            command.upgrade(config, "head")
+            _schema(connection, config).refuse_newer()
+            command.upgrade(config, revision)
     except OperationalError as error:
-        reason = str(error.orig).splitlines()[0].rstrip(".")
-        raise UnavailableError(f"The database doesn't answer: {reason}.") from error
+        raise _silent(error) from error
     finally:
         database.dispose()
 
@@ -60,18 +134,23 @@ def current(database_url: str) -> str | None:
 
 def _config(connection: Connection) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(files("migrations")).replace("%", "%%"))
+    config.set_main_option("script_location", _LOCATION)
     config.attributes["connection"] = connection
     return config
 
 
-def _refuse_newer(connection: Connection, config: Config) -> None:
+def _schema(connection: Connection, config: Config) -> Schema:
     found = MigrationContext.configure(connection).get_current_revision()
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()][::-1]
     if found is not None and found not in known:
-        raise SettingsError(
-            f"The database was migrated by a newer version of batchsvc (revision {found}): install that version."
-        )
+        return Schema(found=found, head=known[-1], pending=None)
+    done = 0 if found is None else known.index(found) + 1
+    return Schema(found=found, head=known[-1], pending=tuple(known[done:]))
+
+
+def _silent(error: OperationalError) -> UnavailableError:
+    reason = str(error.orig).splitlines()[0].rstrip(".")
+    return UnavailableError(f"The database doesn't answer: {reason}.")
 
 
 def _foreign_keys_off(connection: Any, _record: Any) -> None:

@@ -51,7 +51,11 @@ log = structlog.get_logger(__name__)
 
 
 def check_role(settings: Settings) -> None:
-    """Raise UnavailableError for a half that has no blocks to pass on."""
+    """Raise UnavailableError for a half that has no blocks to pass on, or more than one model."""
+    if settings.role != "unified" and settings.models:
+        raise UnavailableError(
+            f"BATCHSVC_ROLE={settings.role} serves one model: leave BATCHSVC_MODELS out, or start a worker for each."
+        )
     if settings.role != "unified" and settings.engine == "fake":
         raise UnavailableError(
             f"BATCHSVC_ROLE={settings.role} needs an engine with weights: the fake engine has no KV blocks to pass on."

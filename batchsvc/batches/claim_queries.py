@@ -41,7 +41,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from batchsvc.accounts.tables import Project
-from batchsvc.batches import claim_rank, poison
+from batchsvc.batches import claim_rank, hold_queries, poison
 from batchsvc.batches.claim_rank import Candidate, Holding
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
@@ -109,7 +109,10 @@ def lease_best(
 ) -> list[LeasedUnit]:
     """Lease at most `limit` units of a model, the best-ranked ones, in rank order."""
     looked = _look_statement(database_now_sql(session))
-    now_ms, has_suspects, clock = session.connection().execute(looked, {"p_digest": model_digest}).one()
+    asked = {"p_digest": model_digest, "p_owner": owner}
+    now_ms, has_suspects, clock, is_held = session.connection().execute(looked, asked).one()
+    if is_held:
+        return []
     claimer = Claimer(
         model_digest=model_digest,
         owner=owner,
@@ -286,10 +289,12 @@ def _add_share(session: Session, model_digest: str, project_id: str, vtime: int)
 
 @cache
 def _look_statement(now: str) -> Select[*tuple[Any, ...]]:
-    """The time, whether the model has suspects at all (served by ix_units_suspect), and its clock."""
+    """The time, whether the model has suspects at all (served by ix_units_suspect), its clock, and whether an operator
+    lets this worker claim nothing."""
     suspect = exists(select(Unit.id).where(Unit.model_digest == _DIGEST, Unit.is_suspect))
     clock = select(Share.vtime).where(Share.model_digest == _DIGEST, Share.project_id == _CLOCK)
-    return select(literal_column(now, BigInt), suspect, clock.scalar_subquery())
+    is_held = hold_queries.is_held(bindparam("p_owner", type_=String), _DIGEST)
+    return select(literal_column(now, BigInt), suspect, clock.scalar_subquery(), is_held)
 
 
 def _lease_suspect(session: Session, claimer: Claimer) -> list[LeasedUnit] | None:

@@ -14,7 +14,7 @@ from batchsvc import ids
 from batchsvc.batches import poison, progress_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.poison import Verdict
-from batchsvc.batches.tables import Batch, Unit
+from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
 
@@ -67,8 +67,10 @@ def note_saved(batch: Batch, unit: Unit) -> None:
         batch.crash_times = None
 
 
-def note_poison(session: Session, batch_id: str) -> None:
-    """Count a line that was found to be poison, after its error line; too many of them pause the batch."""
+def note_poison(session: Session, batch_id: str, part_id: str) -> None:
+    """Put a line that was found to be poison into quarantine, after its error line, which is that part; too many of
+    them pause the batch."""
+    session.get_one(Part, part_id).is_poison = True
     batch = session.get_one(Batch, batch_id, with_for_update=True, populate_existing=True)
     times = poison.note(batch.poison_times or (), database_now_ms(session), is_incident=False)
     batch.poison_times = times

@@ -121,7 +121,7 @@ def batches_by_status(session: Session) -> dict[str, int]:
 
 def live_workers_by_model(session: Session, since_ms: int) -> dict[str, int]:
     """Number of workers that gave a sign of life since then, by the digest of their model."""
-    alive = select(Worker.model_digest, func.count()).where(Worker.beat_ms >= since_ms)
+    alive = select(Worker.model_digest, func.count()).where(Worker.beat_ms >= since_ms, Worker.switching_to.is_(None))
     return _counts(session, alive.group_by(Worker.model_digest))
 
 

@@ -294,7 +294,7 @@ class Quote(Base):
     status: Mapped[str] = mapped_column(String(8))  # queued, ready or failed
     sample_lines: Mapped[int | None] = mapped_column(Integer)  # of an estimate: how many lines it looks at
     endpoint: Mapped[str] = mapped_column(String(64))
-    input_file_id: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64), index=True)
     input_sha256: Mapped[str] = mapped_column(String(64))
     completion_window: Mapped[str] = mapped_column(String(16))
     tier: Mapped[str] = mapped_column(String(32))

@@ -24,6 +24,7 @@ from batchsvc.accounts.tables import Project
 from batchsvc.batches import (
     budget_queries,
     claim_queries,
+    hold_queries,
     model_pins,
     poison_queries,
     progress_queries,
@@ -399,10 +400,11 @@ def take_first_tickets(session: Session, batch_id: str, *, is_night: bool = True
 
 
 def scaling(session: Session, is_night: bool) -> dict[str, Backlog]:
-    """What workers are wanted for, by the digest of the model: nothing for what is paused or outside its hours."""
+    """What workers are wanted for, by the digest of the model: nothing for what is paused, held, or not yet due."""
     now = database_now_ms(session)
     claimable = and_(*claim_queries.claimable(now, is_night=is_night))
     leased = and_(Unit.state == "leased", claim_queries.is_running(now), Batch.is_paused.is_(False))
+    is_held = hold_queries.is_model_held(Unit.model_digest.expression)
     counted = (
         select(
             Unit.model_digest,
@@ -410,7 +412,7 @@ def scaling(session: Session, is_night: bool) -> dict[str, Backlog]:
             func.sum(claim_queries.remaining_tokens()),
         )
         .join(Batch, Batch.id == Unit.batch_id)
-        .where(Unit.state.in_(("ready", "leased")), or_(claimable, leased))
+        .where(Unit.state.in_(("ready", "leased")), or_(and_(claimable, ~is_held), leased))
         .group_by(Unit.model_digest)
     )
     return {row[0]: Backlog(int(row[1]), int(row[2])) for row in session.execute(counted)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import model_pins, queries, unit_queries
+from batchsvc.batches import hold_queries, model_pins, queries, switch_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.tables import Batch
@@ -26,6 +26,8 @@ class Surroundings:
     served: frozenset[str]
     delayed: frozenset[str]
     lacking: Mapping[str, str]  # by batch: what has work of it and no worker
+    in_turn: Mapping[str, str]  # by batch: which worker serves another model now, and this one later
+    held: Mapping[str, str]  # by batch: why nothing of it is claimed now
 
 
 def alive_since_ms(session: Session, renew_s: float) -> int:
@@ -38,8 +40,12 @@ def look_around(session: Session, rows: Sequence[Batch], night: Night, renew_s: 
     served: set[str] = set()
     delayed: set[str] = set()
     lacking: dict[str, str] = {}
+    in_turn: dict[str, str] = {}
+    held: dict[str, str] = {}
     if running := [row for row in rows if row.status == Status.IN_PROGRESS]:
-        served = queries.served_digests(session, alive_since_ms(session, renew_s))
+        since_ms = alive_since_ms(session, renew_s)
+        served = queries.served_digests(session, since_ms)
+        held = _held(session, running)
         pinned = {pin.digest for row in running for pin in model_pins.pins_of(row)}
         delayed = unit_queries.delayed_batches(session, pinned)
         for row in running:
@@ -49,13 +55,45 @@ def look_around(session: Session, rows: Sequence[Batch], night: Night, renew_s: 
                 lacking |= dict.fromkeys([row.id] if idle else [], ", ".join(idle))
             elif row.model_digest not in served:
                 lacking[row.id] = row.model_id or ""
+                in_turn |= _in_turn(session, row, since_ms)
     return Surroundings(
         now_ms=database_now_ms(session),
         night=night,
         served=frozenset(served),
         delayed=frozenset(delayed),
         lacking=lacking,
+        in_turn=in_turn,
+        held=held,
     )
+
+
+def _held(session: Session, running: Sequence[Batch]) -> dict[str, str]:
+    """Those of these batches of which an operator lets nobody claim anything, with the reason; of several models, if
+    it is so for all of them."""
+    holds = hold_queries.every(session)
+    if not holds:
+        return {}
+    found = {}
+    for row in running:
+        pins = model_pins.pins_of(row)
+        targets = [hold_queries.EVERYTHING, *(hold_queries.MODEL + pin.digest for pin in pins)]
+        reasons = [holds[target].reason for target in targets if target in holds]
+        if hold_queries.EVERYTHING in holds or (pins and len(reasons) == len(pins)):
+            found[row.id] = reasons[0]
+    return found
+
+
+def _in_turn(session: Session, row: Batch, since_ms: int) -> dict[str, str]:
+    """By the batch, the worker that serves its model after another one, if there is one."""
+    workers = switch_queries.able(session, since_ms).get(row.model_digest or "", [])
+    if not workers:
+        return {}
+    first = min(workers, key=lambda worker: (worker.switching_to != row.model_digest, worker.name or worker.id))
+    if first.switching_to == row.model_digest:
+        return {row.id: f"the worker {first.name or first.id}, which loads {row.model_id}"}
+    names = queries.names_by_digest(session)
+    now = names.get(first.switching_to or first.model_digest, "another model")
+    return {row.id: f"its turn: the worker {first.name or first.id} serves {now} now, and {row.model_id} after it"}
 
 
 def scheduled_ms(row: Batch, around: Surroundings) -> int | None:
@@ -79,12 +117,16 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
         return None
     if row.is_paused:
         return f"paused: {row.pause_reason}" if row.pause_reason else "paused"
+    if row.id in around.held:
+        return f"claims, which are paused: {around.held[row.id]}"
     if not row.has_quota:
         return "quota"
     if not row.has_budget:
         return "budget"
     if (starts := scheduled_ms(row, around)) is not None:
         return f"off-peak until {around.night.label(starts)}"
+    if row.id in around.in_turn:
+        return around.in_turn[row.id]
     if row.id in around.lacking:
         return f"no worker for model {around.lacking[row.id]}"
     if row.id in around.delayed:  # lines that an engine failed, or work that a worker could not read

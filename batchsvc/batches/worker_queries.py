@@ -3,19 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
+from batchsvc.batches import hold_queries
 from batchsvc.batches.tables import Model, Unit, Worker
 from batchsvc.db.session import database_now_ms
 
 
-def register(session: Session, worker_id: str, model_digest: str) -> None:
-    """Make a worker known that is ready to claim."""
-    session.add(Worker(id=worker_id, model_digest=model_digest, beat_ms=database_now_ms(session), is_draining=False))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What is the same for every start of a worker: its name, and what it serves in turn (None: its one model)."""
+
+    name: str | None = None
+    models: tuple[str, ...] | None = None
+
+
+NO_PLACE = Place()
+
+
+def register(session: Session, worker_id: str, model_digest: str, place: Place = NO_PLACE) -> None:
+    """Make a worker known that is ready to claim, or let one that was loading be ready."""
+    row, now = session.get(Worker, worker_id), database_now_ms(session)
+    if row is None:
+        row = Worker(id=worker_id)
+        session.add(row)
+    row.name, row.models = place.name, None if place.models is None else list(place.models)
+    row.model_digest, row.switching_to, row.beat_ms, row.is_draining = model_digest, None, now, False
     session.flush()
+    row.is_draining = hold_queries.of_worker(session, worker_id) is not None
+
+
+def loading(session: Session, worker_id: str, model_digest: str, place: Place) -> None:
+    """Say that a worker is alive that can't claim yet, because it loads its model."""
+    register(session, worker_id, model_digest, place)
+    row = session.get_one(Worker, worker_id)
+    row.switching_to, row.is_draining = model_digest, True
+
+
+def change_over(session: Session, worker_id: str, digest: str) -> None:
+    """Say that a worker serves its model no more, and will load another one."""
+    row = session.get(Worker, worker_id)
+    if row is not None:
+        row.switching_to, row.is_draining = digest, True
+        left = update(Model).where(Model.digest == row.model_digest)
+        session.execute(left.values(served_ms=database_now_ms(session)))
+
+
+def note_swap(session: Session, digest: str, swap_ms: int) -> None:
+    """Record what it took a worker to change over to this model."""
+    session.execute(update(Model).where(Model.digest == digest).values(swap_ms=swap_ms))
 
 
 def note_formats(
@@ -27,13 +67,26 @@ def note_formats(
     session.execute(served.values(weight_format=weight_format, kv_format=kv_format, quality=quality))
 
 
-def beat(session: Session, worker_id: str, model_digest: str, *, is_draining: bool, stats: dict[str, Any]) -> None:
-    """Say that a worker is alive, and what its engine does. One that was taken for dead is known again."""
+def beat(
+    session: Session,
+    worker_id: str,
+    model_digest: str,
+    *,
+    is_draining: bool,
+    stats: dict[str, Any],
+    place: Place = NO_PLACE,
+) -> str | None:
+    """Say that a worker is alive, and what its engine does. One that was taken for dead is known again. Returns why an
+    operator has drained it, or None."""
     row = session.get(Worker, worker_id)
     if row is None:
-        register(session, worker_id, model_digest)
+        register(session, worker_id, model_digest, place)
         row = session.get_one(Worker, worker_id)
-    row.beat_ms, row.is_draining, row.stats = database_now_ms(session), is_draining, stats
+    drained = hold_queries.of_worker(session, worker_id)
+    row.beat_ms, row.stats = database_now_ms(session), stats
+    row.is_draining = is_draining or drained is not None
+    row.models = None if place.models is None else list(place.models)
+    return drained
 
 
 def retire(session: Session, worker_id: str) -> None:
@@ -69,4 +122,5 @@ def is_beating(session: Session, host: str, pid: int, silent_s: float = 15) -> b
     """Whether this process is an engine worker that is ready and was heard of lately."""
     lately = Worker.beat_ms > database_now_ms(session) - round(silent_s * 1000)
     mine = Worker.id.startswith(f"{host}:{pid}:", autoescape=True)
-    return session.scalars(select(Worker.id).where(mine, lately).limit(1)).first() is not None
+    ready = (mine, lately, Worker.switching_to.is_(None))
+    return session.scalars(select(Worker.id).where(*ready).limit(1)).first() is not None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Annotated
 
 import typer
 
-from batchsvc.cli import formats
+from batchsvc.cli import formats, incidents
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.distill import distill
 from batchsvc.cli.evaluate import evaluate
+from batchsvc.cli.exits import ApiError
 from batchsvc.cli.licence import asking
 from batchsvc.cli.options import AdminOptions, JsonOption, ServerOptions, grouped
 from batchsvc.cli.quantize import quantize
@@ -20,9 +22,14 @@ from batchsvc.errors import NotFoundError
 from batchsvc.stack.options import DEFAULT_MODEL, READING
 
 app = typer.Typer(
-    no_args_is_help=True, help="Models: pull, list, add, alias, size, quantize, eval, distill.", rich_markup_mode=None
+    no_args_is_help=True,
+    help="Models: pull, list, add, alias, load, unload, size, quantize, eval, distill.",
+    rich_markup_mode=None,
 )
 
+WorkerOption = Annotated[
+    str | None, typer.Option("--worker", metavar="NAME", help="Only workers of this name (default: all).")
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name, path, or hf:owner/name.")]
 
 
@@ -35,18 +42,33 @@ def list_models(
     console = server.console
     with server.opened(roles=READING, purpose="models list") as session:
         page = session.client.models()
+        served = _served_by(server)
+    page["data"] = [{**row, "served_by": served.get(str(row.get("digest")), [])} for row in page["data"]]
     console.result(page)
     rows = [
         {
             **row,
+            "served by": ", ".join(row["served_by"]) or row["workers"],
             "alias_of": row.get("alias_of") or "",
             "digest": str(row.get("digest") or "")[:16],
             "quality": formats.verdict(row),
         }
         for row in page["data"]
     ]
-    columns = ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "quality", "workers", "digest")
+    columns = ("id", "alias_of", "context_tokens", "weight_format", "kv_format", "quality", "served by", "digest")
     console.table(rows, columns)
+
+
+def _served_by(server: ServerOptions) -> dict[str, list[str]]:
+    """By digest, which workers serve a model; nothing for whoever isn't an operator."""
+    options = AdminOptions(data_dir=server.data_dir, url=server.url, api_key=server.api_key)
+    try:
+        with incidents.opened(options) as verbs:
+            return verbs.served_by()
+    except ApiError as error:
+        if error.status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
+            return {}
+        raise
 
 
 @app.command()
@@ -114,6 +136,49 @@ def alias(
             made = admin.alias(name, spelled)
     console.out(f"{made['id']} means {made['alias_of']}.")
     console.result(made)
+
+
+@app.command()
+@grouped
+def load(
+    *,
+    model: NameArgument,
+    worker: WorkerOption = None,
+    server: AdminOptions,
+) -> None:
+    """Have workers serve a model, in turn with those that they serve; one that isn't registered is added first."""
+    from batchsvc.stack.prepare import located
+
+    spelled = absolute_model(model)
+    with incidents.opened(server) as verbs:
+        try:
+            done = verbs.load_model(spelled, worker)
+        except (NotFoundError, ApiError) as error:
+            if isinstance(error, ApiError) and error.status != HTTPStatus.NOT_FOUND:
+                raise
+            with opened_admin(server) as admin:
+                admin.add_model(located(spelled, server.console.say).registration(spelled))
+            done = verbs.load_model(spelled, worker)
+    server.console.result(done)
+    whose = f"the worker {worker}" if worker else "all workers"
+    now = ", ".join(done["served_by"]) or "none that is alive"
+    server.console.out(f"{done['model']} is for {whose}: {now}.")
+
+
+@app.command()
+@grouped
+def unload(
+    *,
+    model: NameArgument,
+    worker: WorkerOption = None,
+    server: AdminOptions,
+) -> None:
+    """Have workers serve a model no more; refused while unfinished batches need it."""
+    with incidents.opened(server) as verbs:
+        done = verbs.unload_model(absolute_model(model), worker)
+    server.console.result(done)
+    whose = f"the worker {worker}" if worker else "all workers"
+    server.console.out(f"{done['model']} is unloaded from {whose}, which let go of it within seconds.")
 
 
 app.command()(size)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchsvc.cli import incidents
 from batchsvc.cli.admin import opened_admin
 from batchsvc.cli.again import resumed
 from batchsvc.cli.exits import CommandError, Exit
@@ -89,8 +90,8 @@ def pause(
 ) -> None:
     """Let no more of a batch run until it is resumed; its deadline stays."""
     console = server.console
-    with opened_admin(server) as admin:
-        batch = admin.pause(batch_id)
+    with incidents.opened(server) as verbs:
+        batch = verbs.pause_batch(batch_id, None)
     console.out(f"{batch['id']} is paused: `batchsvc admin resume {batch['id']}` lets it run on.")
     console.result(batch)
 
@@ -103,8 +104,8 @@ def resume(
 ) -> None:
     """Let a batch run on that was paused, by an operator or because engines crashed with it."""
     console = server.console
-    with opened_admin(server) as admin:
-        batch = admin.resume(batch_id)
+    with incidents.opened(server) as verbs:
+        batch = verbs.resume_batch(batch_id)
     console.out(resumed(batch))
     console.result(batch)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from batchsvc.batches import poison, poison_queries, retry, unit_file, unit_queries, worker_queries
 from batchsvc.batches.lifecycle import Status
@@ -33,6 +34,17 @@ def crash(world: World, owner: str = "host:1:a") -> int:
 def commit(world: World, unit: ClaimedUnit, most_lines: int | None = None) -> None:
     part = put_part(world, unit, finish(world, unit, most_lines))
     assert world.db.run(lambda session: unit_queries.commit_part(session, unit.id, unit.epoch, part))
+
+
+def condemn(world: World, unit: ClaimedUnit) -> None:
+    """What the reaper does with a unit of one line that is poison."""
+    part = put_part(world, unit, finish(world, unit))
+
+    def end(session: Session) -> None:
+        assert unit_queries.commit_part(session, unit.id, unit.epoch, part)
+        poison_queries.note_poison(session, unit.batch_id, part.id)
+
+    world.db.run(end)
 
 
 def lines_of(world: World, unit: ClaimedUnit) -> set[int]:
@@ -171,11 +183,11 @@ def test_crashes_while_calls_were_open_make_suspects_and_pause_nothing(world: Wo
 
 
 def test_many_poison_lines_pause_a_batch(world: World) -> None:
-    batch_id = world.add_batch(num_lines=2, unit_lines=1)
+    batch_id = world.add_batch(num_lines=8, unit_lines=1)
     for _ in range(poison.BRAKE_MOST):
-        world.db.run(lambda session: poison_queries.note_poison(session, batch_id))
+        condemn(world, claim(world)[0])
     assert not world.batch(batch_id).is_paused
-    world.db.run(lambda session: poison_queries.note_poison(session, batch_id))
+    condemn(world, claim(world)[0])
     assert world.batch(batch_id).pause_reason == "4 of its requests each ended an engine process twice"
 
 

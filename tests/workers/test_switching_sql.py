@@ -1,0 +1,157 @@
+"""What workers serve in turn, in SQL, on both databases: orders, what waits for each model, and who changes over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from batchsvc.audit.actor import Actor, ActorKind
+from batchsvc.audit.tables import AuditRow
+from batchsvc.batches import loading_service, models, switch_queries, waiting, worker_queries
+from batchsvc.batches.model_switch import Seat, Why
+from batchsvc.batches.offpeak import Night
+from batchsvc.batches.tables import Batch, Model, Worker
+from batchsvc.batches.worker_queries import Place
+from batchsvc.clock import now_ms
+from batchsvc.errors import InvalidRequestError, NotFoundError
+from tests.workers.conftest import DIGEST, World
+
+OTHER = "e" * 64
+THIRD = "f" * 64
+US = Actor(kind=ActorKind.CLI, id="op@host")
+RENEW_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def registered(world: World) -> None:
+    def register(session: Session) -> None:
+        for name, digest in (("tiny", DIGEST), ("other", OTHER), ("third", THIRD)):
+            models.register(session, name, f"/{name}", digest=digest, context_tokens=64)
+
+    world.db.run(register)
+
+
+def start(world: World, worker_id: str, name: str, *digests: str) -> None:
+    world.db.run(
+        lambda s: worker_queries.register(s, worker_id, digests[0], Place(name=name, models=digests)),
+    )
+
+
+def wanted(world: World, name: str, *own: str) -> list[str]:
+    with world.db.reading() as session:
+        return switch_queries.wanted(session, [name], own)
+
+
+def load(world: World, model: str, worker: str | None = None) -> dict[str, Any]:
+    return world.db.run(lambda s: loading_service.load(s, US, model, worker, RENEW_S))
+
+
+def unload(world: World, model: str, worker: str | None = None) -> dict[str, Any]:
+    return world.db.run(lambda s: loading_service.unload(s, US, model, worker, RENEW_S))
+
+
+def waits(world: World, batch_id: str) -> str | None:
+    with world.db.reading() as session:
+        row = session.get_one(Batch, batch_id)
+        return waiting.waiting_for(row, waiting.look_around(session, [row], Night(), RENEW_S))
+
+
+def test_orders_change_what_settings_name(world: World) -> None:
+    start(world, "h:1:a", "one", DIGEST)
+    start(world, "h:2:b", "two", DIGEST)
+    assert wanted(world, "one", DIGEST) == [DIGEST]
+    load(world, "other")
+    assert wanted(world, "one", DIGEST) == wanted(world, "two", DIGEST) == [DIGEST, OTHER]
+    load(world, "third", "two")
+    assert wanted(world, "two", DIGEST) == [DIGEST, OTHER, THIRD] and THIRD not in wanted(world, "one", DIGEST)
+    unload(world, "other", "two")
+    assert wanted(world, "two", DIGEST) == [DIGEST, THIRD], "an order for its name counts more"
+    load(world, "other")
+    assert OTHER in wanted(world, "two", DIGEST), "an order for all ends those by name"
+    unload(world, "other")
+    assert wanted(world, "one", DIGEST) == [DIGEST]
+    with world.db.transaction() as session:
+        switch_queries.order(session, "", DIGEST, is_loaded=False)
+    assert wanted(world, "one", DIGEST) == [DIGEST], "a worker always has one"
+    with world.db.reading() as session:
+        acts = [row.action for row in session.scalars(select(AuditRow).order_by(AuditRow.effective_ms))]
+    assert sorted(acts) == ["model.loaded"] * 3 + ["model.unloaded"] * 2
+
+
+def test_unloading_what_is_needed_is_refused_by_name(world: World) -> None:
+    start(world, "h:1:a", "one", DIGEST, OTHER)
+    needed = [world.add_batch(num_lines=1, digest=OTHER) for _ in range(2)]
+    with pytest.raises(InvalidRequestError, match=f"other can't be unloaded, .* need it: {needed[0]}, {needed[1]}\\."):
+        unload(world, "other")
+    start(world, "h:2:b", "two", OTHER, DIGEST)
+    unload(world, "other", "one")  # another worker is there for them
+    with pytest.raises(InvalidRequestError, match="other can't be unloaded"):
+        unload(world, "other")
+    for batch_id in needed:
+        world.set_batch(batch_id, status="completed", ended_ms=1)
+        world.set_units(batch_id, state="done")
+    unload(world, "other")
+
+
+def test_bad_loads(world: World) -> None:
+    start(world, "h:1:a", "one", DIGEST)
+    with pytest.raises(NotFoundError, match="no model nope: `batchsvc models add nope`"):
+        load(world, "nope")
+    for worker in ("nope", "h:1:a"):
+        with pytest.raises(NotFoundError, match="no worker by the name"):
+            load(world, "other", worker)
+    with pytest.raises(InvalidRequestError, match="tiny is the only model of the worker one"):
+        unload(world, "tiny")
+
+
+def test_a_batch_says_whose_turn_it_waits_for(world: World) -> None:
+    batch_id = world.add_batch(num_lines=1, digest=OTHER)
+    world.set_batch(batch_id, model_id="other")
+    assert waits(world, batch_id) == "no worker for model other"
+    start(world, "h:1:a", "one", DIGEST, OTHER)
+    assert waits(world, batch_id) == "its turn: the worker one serves tiny now, and other after it"
+    world.db.run(lambda s: worker_queries.change_over(s, "h:1:a", OTHER))
+    assert waits(world, batch_id) == "the worker one, which loads other"
+    world.db.run(lambda s: worker_queries.register(s, "h:1:a", OTHER, Place(name="one", models=(OTHER, DIGEST))))
+    assert waits(world, batch_id) is None
+
+
+def test_what_waits_is_seen_by_one_worker(world: World) -> None:
+    start(world, "h:1:a", "one", DIGEST, OTHER)
+    world.add_batch(num_lines=4, unit_lines=2, digest=OTHER, expires_in_s=100)
+    with world.db.transaction() as session:
+        session.execute(update(Batch).values(in_progress_ms=now_ms() - 50_000))
+        session.execute(update(Model).where(Model.digest == OTHER).values(swap_ms=2_500))
+    with world.db.reading() as session:
+        view = switch_queries.look(session, "h:1:a", DIGEST, [DIGEST, OTHER], is_night=True)
+    own, other = view.queues
+    assert view.is_idle and (own.units, own.slack_s, own.wait_s) == (0, None, 0)
+    assert (other.units, other.workers, other.swap_s) == (2, 0, 2.5)
+    assert other.slack_s is not None and 90 < other.slack_s <= 100 and 49 < other.wait_s < 60
+    world.db.run(lambda s: worker_queries.change_over(s, "h:1:a", DIGEST))  # it lets go of the model that it serves
+    with world.db.transaction() as session:
+        session.execute(update(Model).where(Model.digest == OTHER).values(served_ms=now_ms() - 10_000))
+    with world.db.reading() as session:
+        other = switch_queries.look(session, "h:1:a", DIGEST, [OTHER], is_night=True).queues[0]
+    assert 9 < other.wait_s < 20, "it was served since"
+
+
+def test_two_workers_dont_change_over_for_one_unit(world: World) -> None:
+    for number in (1, 2):
+        start(world, f"h:{number}:a", f"w{number}", DIGEST, OTHER)
+    world.add_batch(num_lines=1, digest=OTHER)
+    dry = Seat(digest=DIGEST, served_s=1e6, dry_s=1e6)
+    got = [
+        world.db.run(lambda s, w=f"h:{n}:a": switch_queries.change_over(s, w, dry, [DIGEST, OTHER], is_night=True))
+        for n in (1, 2)
+    ]
+    assert got[0] is not None and (got[0].digest, got[0].why) == (OTHER, Why.DRY)
+    assert got[1] is None, "one is on its way"
+    with world.db.reading() as session:
+        row = session.get_one(Worker, "h:1:a")
+        assert (row.switching_to, row.is_draining) == (OTHER, True)
+        served = loading_service.served_by(session, RENEW_S)
+    assert served == {DIGEST: ["w1 (in turn)", "w2"], OTHER: ["w1 (loads it)", "w2 (in turn)"]}

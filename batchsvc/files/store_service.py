@@ -16,7 +16,7 @@ from batchsvc import ids
 from batchsvc.accounts import service as accounts
 from batchsvc.db.session import database_now_ms
 from batchsvc.egress import Egress
-from batchsvc.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
+from batchsvc.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, UnavailableError
 from batchsvc.files import s3_uri, store_queries
 from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.store_schemas import RegisterStore
@@ -121,6 +121,18 @@ def access(session: Session, project_id: str, uri: S3Uri, settings: Settings, pa
         access_key=row.access_key,
         secret_key=secret_key,
     )
+
+
+def num_sealed_shut(session: Session, seals: Seals) -> int:
+    """How many stores have secrets that none of these keys opens."""
+    num = 0
+    for row in store_queries.stores(session):
+        if row.sealed_secret is not None:
+            try:
+                seals.opened(row.sealed_secret, _purpose(row))
+            except UnavailableError:
+                num += 1
+    return num
 
 
 def _purpose(row: TenantStore) -> str:

@@ -1,0 +1,224 @@
+"""Makes a service out of a backup: all of it is checked first, then come the objects, and last the database.
+
+Nothing is changed before the whole backup has been read and found sound, and nobody finds a database before all that it
+names is in the bucket; so a restore that is broken off has restored nothing, and is simply run again. Afterwards
+nothing is leased, and an older schema is upgraded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy.orm import Session
+
+from batchsvc.audit.actions import Action
+from batchsvc.audit.actor import at_command_line
+from batchsvc.audit.service import record
+from batchsvc.backup.manifest import BackupError, Manifest, SavedObject
+from batchsvc.backup.vault import Vault
+from batchsvc.batches import snapshot_queries
+from batchsvc.db import migrate, snapshot
+from batchsvc.db.migrate import SchemaError
+from batchsvc.db.session import Database, database_now_ms
+from batchsvc.db.snapshot import SnapshotFile
+from batchsvc.files import store_service
+from batchsvc.sealing import Seals
+from batchsvc.settings import Settings
+from batchsvc.store import keys
+from batchsvc.store.pieces import put_pieces
+from batchsvc.store.s3 import ObjectStore
+
+T = TypeVar("T")
+
+_THREADS, _WINDOW = 8, 256
+_PREFIXES = (keys.INPUTS, keys.UPLOADS, keys.BATCHES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What came of it. `num_sealed_shut`: secrets of stores that this deployment's key doesn't open."""
+
+    num_objects: int
+    num_copied: int
+    unfinished_batches: int
+    num_sealed_shut: int
+    num_missing: int
+
+
+def check_source(vault: Vault, manifest: Manifest, say: Callable[[str], None]) -> list[SavedObject]:
+    """The objects of a backup that is whole and readable here. Raises SchemaError or BackupError for one that isn't."""
+    if not migrate.is_known(manifest.revision):
+        raise SchemaError(
+            f"The backup was made by a newer version ({manifest.made_by}, revision {manifest.revision}): a database is "
+            "never downgraded, so install that version to restore it."
+        )
+    for file in (*manifest.database, manifest.objects):
+        vault.check(manifest.name, file)
+    every = list(vault.objects(manifest))
+    saved = [one for one in every if one.sha256]
+    if len(saved) != manifest.num_objects:
+        raise BackupError(f"The backup's list has {len(saved)} of {manifest.num_objects} objects: use another backup.")
+    say(f"Checking {len(saved):,} objects ({manifest.num_bytes / 1e6:,.1f} MB).")
+    missing = [one.key for one in saved if not vault.has(one)]
+    if missing:
+        raise BackupError(
+            f"The backup is half-copied: {len(missing):,} of {len(saved):,} objects are missing or have another size "
+            f"(the first: {missing[0]}). Nothing was changed; copy {vault.root} whole, or use another backup."
+        )
+    sound = _in_threads(vault.is_sound, saved)
+    damaged = [one.key for one, is_sound in zip(saved, sound, strict=True) if not is_sound]
+    if damaged:
+        raise BackupError(
+            f"The backup is damaged: {len(damaged):,} of {len(saved):,} objects have other bytes than they had (the "
+            f"first: {damaged[0]}). Nothing was changed; use another copy of {vault.root}, or another backup."
+        )
+    return saved
+
+
+def check_target(manifest: Manifest, settings: Settings, store: ObjectStore, *, overwrite: bool) -> None:
+    """Raises BackupError if somebody works there, or (unless told to overwrite) if there is anything."""
+    url = settings.database_url
+    if snapshot.family(url) != snapshot.family(manifest.kind):
+        raise BackupError(
+            f"The backup is of {snapshot.family(manifest.kind)} and the target is {snapshot.family(url)}: restore it "
+            + ("with --from-env into PostgreSQL." if snapshot.family(url) == "SQLite" else "into SQLite.")
+        )
+    _refuse_running(url)
+    has_schema, has_rows = _look(url)
+    if has_schema and has_rows and not overwrite:
+        raise BackupError(
+            "The database isn't empty: restore into a fresh one, or say --overwrite, which drops what it holds."
+        )
+    if not overwrite and (other := _foreign(store)) is not None:
+        raise BackupError(
+            f"The bucket {store.bucket} isn't empty (it holds {other}): restore into a fresh one, or say --overwrite, "
+            "which replaces the objects that the backup has and leaves all others to the collection of garbage."
+        )
+
+
+def restore(
+    vault: Vault,
+    manifest: Manifest,
+    saved: list[SavedObject],
+    settings: Settings,
+    store: ObjectStore,
+    *,
+    seals: Seals,
+    shift_deadlines: bool,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Restored:
+    """Put a checked backup in place. Raises UnavailableError when database or store don't answer."""
+    say(f"Copying {len(saved):,} objects into the bucket {store.bucket}.")
+    etags: dict[str, str] = {}
+    num_copied = 0
+    for one, (etag, is_new) in zip(saved, _in_threads(partial(_put, vault, store), saved), strict=True):
+        num_copied += is_new
+        if etag != one.etag:
+            etags[one.key] = etag
+    say("Loading the database.")
+    url = settings.database_url
+    files = [
+        SnapshotFile(
+            name=file.name,
+            pieces=partial(vault.unpacked, manifest.name, file),
+            table=file.table,
+            columns=file.columns,
+        )
+        for file in manifest.database
+    ]
+    with tempfile.TemporaryDirectory(prefix="batchsvc-restore-") as scratch:
+        snapshot.load(url, manifest.kind, manifest.revision, files, Path(scratch))
+    migrate.upgrade(url)
+    db = Database(url)
+    try:
+
+        def settle(session: Session) -> int:
+            now = database_now_ms(session)
+            later_ms = max(0, now - manifest.created_ms) if shift_deadlines else 0
+            unfinished = snapshot_queries.settle(session, etags=etags, later_ms=later_ms)
+            told: dict[str, str | int] = {
+                "made_by": manifest.made_by,
+                "made_ms": manifest.created_ms,
+                "objects": len(saved),
+            }
+            record(session, at_command_line(), Action.BACKUP_RESTORED, manifest.name, details=told)
+            return unfinished
+
+        unfinished = db.run(settle)
+        with db.reading() as session:
+            shut = store_service.num_sealed_shut(session, seals)
+    finally:
+        db.dispose()
+    return Restored(
+        num_objects=len(saved),
+        num_copied=num_copied,
+        unfinished_batches=unfinished,
+        num_sealed_shut=shut,
+        num_missing=manifest.num_missing,
+    )
+
+
+def _refuse_running(url: str) -> None:
+    if snapshot.family(url) == "SQLite":
+        from batchsvc.db.sqlite_snapshot import is_in_use
+
+        if is_in_use(url):
+            raise BackupError(
+                "A process has the database open: stop the API, the control and the engine workers, and try again."
+            )
+        return
+    from batchsvc.db.postgres_snapshot import others_connected
+
+    if others := others_connected(url):
+        raise BackupError(
+            f"The database has {others} other connections, so a stack seems to be running: stop the API, the control "
+            "and the engine workers (and a psql, if one is open), and try again."
+        )
+
+
+def _look(url: str) -> tuple[bool, bool]:
+    """Whether there are tables, and whether anybody works with them."""
+    if snapshot.family(url) == "SQLite":
+        from batchsvc.db.sqlite_snapshot import path_of
+
+        if not path_of(url).exists():
+            return False, False
+    db = Database(url)
+    try:
+        with db.reading() as session:
+            names = snapshot.tables_of(session.connection())
+            return bool(names), "projects" in names and snapshot_queries.has_projects(session)
+    finally:
+        db.dispose()
+
+
+def _foreign(store: ObjectStore) -> str | None:
+    """The key of any object of a service that the bucket holds."""
+    store.ensure_bucket()
+    return next((key for prefix in _PREFIXES for key, _ in store.list_keys(prefix)), None)
+
+
+def _put(vault: Vault, store: ObjectStore, saved: SavedObject) -> tuple[str, bool]:
+    """The ETag of an object that is in the bucket now, and whether it wasn't before."""
+    info = store.head(saved.key)
+    if info is not None and (info.etag, info.size_bytes) == (saved.etag, saved.size_bytes):
+        return info.etag, False
+    done = put_pieces(store, saved.key, vault.read(saved))
+    if done.sha256 != saved.sha256:
+        raise BackupError(f"The backup changed while it was read ({saved.key}): run the restore again.")
+    return done.etag, True
+
+
+def _in_threads(do: Callable[[SavedObject], T], objects: Iterable[SavedObject]) -> Iterator[T]:
+    """What it does to each, in their order; a bounded number is on its way at a time."""
+    left = iter(objects)
+    with ThreadPoolExecutor(_THREADS, "restore") as pool:
+        while some := list(islice(left, _WINDOW)):
+            yield from pool.map(do, some)

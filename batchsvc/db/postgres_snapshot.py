@@ -1,0 +1,249 @@
+"""Snapshots of PostgreSQL: by pg_dump and pg_restore where they are at hand, else each table by COPY.
+
+Own copies need no program and take any server: in one transaction (REPEATABLE READ, READ ONLY) the rows of every table
+go out as COPY's text. To load them, an empty database is migrated to the revision that they were copied at, the tables
+are emptied of what migrations put there, and the rows go in, in the order of foreign keys, with our triggers switched
+off: what these would write is among the rows already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import Connection, MetaData, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from batchsvc.db import migrate
+from batchsvc.db.session import Database, database_now_ms
+from batchsvc.db.snapshot import Kind, Snapshot, SnapshotFile, revision_of, without_password
+from batchsvc.errors import UnavailableError
+
+_VERSION_TABLE = "alembic_version"
+_DUMP = "database.dump.zst"
+_NO_LIMITS = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+
+
+@contextmanager
+def taken(database_url: str) -> Iterator[Snapshot]:
+    """See snapshot_of."""
+    database = Database(database_url)
+    try:
+        with database.snapshot() as session:
+            for limit in _NO_LIMITS:
+                session.execute(text(f"SET LOCAL {limit} = 0"))
+            now_ms, revision = database_now_ms(session), revision_of(session)
+            if program := _program("pg_dump", _server_major(session)):
+                kind: Kind = "postgresql-dump"
+                files = [_dump(program, database_url, session)]
+            else:
+                kind, files = "postgresql-copy", _tables(session)
+            yield Snapshot(kind=kind, revision=revision, now_ms=now_ms, session=session, files=tuple(files))
+    except OperationalError as error:
+        raise UnavailableError(f"The database doesn't answer: {without_password(str(error.orig))}.") from error
+    finally:
+        database.dispose()
+
+
+def load_tables(database_url: str, revision: str, files: list[SnapshotFile]) -> None:
+    """Load an own copy: see above."""
+    _clear(database_url)
+    migrate.upgrade_to(database_url, revision)
+    with _working(database_url) as connection:
+        names = [str(file.table) for file in files]
+        connection.execute(text("TRUNCATE " + ", ".join(map(_quoted, names))))
+        for file in files:
+            _switch_triggers(connection, str(file.table), "DISABLE")
+        for file in files:
+            columns = ", ".join(map(_quoted, file.columns))
+            with _cursor(connection).copy(f"COPY {_quoted(str(file.table))} ({columns}) FROM STDIN") as copy:
+                for piece in file.pieces():
+                    copy.write(piece)
+        for file in files:
+            _switch_triggers(connection, str(file.table), "ENABLE")
+            _set_sequences(connection, str(file.table), file.columns)
+
+
+def load_dump(database_url: str, file: SnapshotFile, scratch: Path) -> None:
+    """Load what pg_dump wrote. Raises UnavailableError where pg_restore is missing, or fails."""
+    with _working(database_url) as connection:
+        major = _major(connection)
+    program = _program("pg_restore", major)
+    if program is None:
+        raise UnavailableError(
+            f"The backup's database was written by pg_dump: install PostgreSQL's client programs ({major} or newer), "
+            "so that pg_restore is on PATH."
+        )
+    packed = scratch / "database.dump"
+    try:
+        with packed.open("xb") as sink:
+            for piece in file.pieces():
+                sink.write(piece)
+        _clear(database_url)
+        env = _environment(database_url)
+        arguments = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges"]
+        done = subprocess.run(
+            [program, *arguments, f"--dbname={env['PGDATABASE']}", str(packed)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UnavailableError(f"pg_restore could not load the database: {without_password(done.stderr)}.")
+    finally:
+        packed.unlink(missing_ok=True)
+
+
+def others_connected(database_url: str) -> int:
+    """How many other connections this database has, of anybody."""
+    with _working(database_url) as connection:
+        asked = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+        return int(connection.execute(text(asked)).scalar_one())
+
+
+def _dump(program: str, database_url: str, session: Session) -> SnapshotFile:
+    moment = session.execute(text("SELECT pg_export_snapshot()")).scalar_one()
+
+    def pieces() -> Iterable[bytes]:
+        arguments = ["--format=custom", "--compress=0", "--no-owner", "--no-privileges", f"--snapshot={moment}"]
+        process = subprocess.Popen(
+            [program, *arguments], env=_environment(database_url), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None, "a pipe"
+        assert process.stderr is not None, "a pipe"
+        with process:
+            while piece := process.stdout.read(1 << 20):
+                yield piece
+            said = process.stderr.read().decode("utf-8", "replace")
+        if process.returncode:
+            raise UnavailableError(f"pg_dump could not copy the database: {without_password(said)}.")
+
+    return SnapshotFile(name=_DUMP, pieces=pieces)
+
+
+def _tables(session: Session) -> list[SnapshotFile]:
+    """Every table, in the order in which foreign keys let them be loaded."""
+    connection = session.connection()
+    known = MetaData()
+    known.reflect(connection)
+    files = []
+    for table in known.sorted_tables:
+        if table.name != _VERSION_TABLE:
+            columns = tuple(column.name for column in table.columns)
+            statement = f"COPY {_quoted(table.name)} ({', '.join(map(_quoted, columns))}) TO STDOUT"
+            file = SnapshotFile(
+                name=f"{table.name}.copy.zst",
+                pieces=lambda statement=statement: _copied(connection, statement),  # type: ignore[misc]
+                table=table.name,
+                columns=columns,
+            )
+            files.append(file)
+    return files
+
+
+def _copied(connection: Connection, statement: str) -> Iterator[bytes]:
+    with _cursor(connection).copy(statement) as copy:
+        for piece in copy:
+            yield bytes(piece)
+
+
+@contextmanager
+def _working(database_url: str) -> Iterator[Connection]:
+    """A transaction that takes the time that it needs."""
+    database = Database(database_url)
+    try:
+        with database.engine.begin() as connection:
+            for limit in _NO_LIMITS:
+                connection.execute(text(f"SET LOCAL {limit} = 0"))
+            yield connection
+    except OperationalError as error:
+        raise UnavailableError(f"The database doesn't answer: {without_password(str(error.orig))}.") from error
+    finally:
+        database.dispose()
+
+
+def _clear(database_url: str) -> None:
+    """Drop all tables of the database, and the functions of their triggers."""
+    with _working(database_url) as connection:
+        known = MetaData()
+        known.reflect(connection)
+        functions = connection.execute(
+            text(
+                "SELECT DISTINCT t.tgfoid::regprocedure::text FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid"
+                " WHERE NOT t.tgisinternal AND c.relnamespace = current_schema()::regnamespace"
+            )
+        ).scalars()
+        dropped = list(functions)
+        for table in known.tables.values():
+            connection.execute(text(f"DROP TABLE {_quoted(table.name)} CASCADE"))
+        for function in dropped:
+            connection.execute(text(f"DROP FUNCTION IF EXISTS {function}"))
+
+
+def _switch_triggers(connection: Connection, table: str, verb: str) -> None:
+    connection.execute(text(f"ALTER TABLE {_quoted(table)} {verb} TRIGGER USER"))
+
+
+def _set_sequences(connection: Connection, table: str, columns: Iterable[str]) -> None:
+    """Let numbers that the database gives go on behind those that are there."""
+    asked = text("SELECT pg_get_serial_sequence(:table, :column)")
+    for column in columns:
+        if sequence := connection.execute(asked, {"table": _quoted(table), "column": column}).scalar_one():
+            newest = f"SELECT max({_quoted(column)}) FROM {_quoted(table)}"  # noqa: S608  names of the database
+            to = text(f"SELECT setval(:sequence, coalesce(({newest}), 0) + 1, false)")
+            connection.execute(to, {"sequence": sequence})
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _cursor(connection: Connection) -> Any:
+    """psycopg's own cursor, which can COPY."""
+    driver = connection.connection.driver_connection
+    assert driver is not None, "the connection is open"
+    return driver.cursor()
+
+
+def _server_major(session: Session) -> int:
+    return _major(session.connection())
+
+
+def _major(connection: Connection) -> int:
+    return int(connection.execute(text("SHOW server_version_num")).scalar_one()) // 10_000
+
+
+def _program(name: str, least_major: int) -> str | None:
+    """A program of PostgreSQL's on PATH that knows this server, or None."""
+    path = shutil.which(name)
+    if path is None:
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"(\d+)(?:\.\d+)*", said)
+    return path if found and int(found[1]) >= least_major else None
+
+
+def _environment(database_url: str) -> dict[str, str]:
+    """How libpq's programs are told where the database is: never by argv, where `ps` would show the password."""
+    plain = re.sub(r"^postgresql\+psycopg://", "postgresql://", database_url)
+    given = conninfo_to_dict(plain)
+    names = {option.keyword.decode(): option.envvar for option in pq.Conninfo.get_defaults()}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    for keyword, value in given.items():
+        if (variable := names.get(keyword)) and value is not None:
+            env[variable.decode()] = str(value)
+    env.setdefault("PGDATABASE", env.get("PGUSER", "postgres"))
+    return env

@@ -1,0 +1,105 @@
+"""A copy of a database at one moment, and a database made of one: what both kinds have in common.
+
+A snapshot gives a session to read that moment with, and files whose bytes are the whole of it. SQLite's is its online
+backup, one file. PostgreSQL's is what `pg_dump` writes where that program is at hand, else our own: each table by COPY.
+All of PostgreSQL's are read in one read-only transaction that sees a single moment, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+Kind = Literal["sqlite", "postgresql-copy", "postgresql-dump"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFile:
+    """A file of a snapshot. `pieces` may be asked for once, while the snapshot is open. Of a table: whose, and which
+    columns."""
+
+    name: str
+    pieces: Callable[[], Iterable[bytes]]
+    table: str | None = None
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A database at one moment: read it with `session`, keep it by its `files`."""
+
+    kind: Kind
+    revision: str
+    now_ms: int
+    session: Session
+    files: tuple[SnapshotFile, ...]
+
+
+def snapshot_of(database_url: str, scratch: Path) -> AbstractContextManager[Snapshot]:
+    """The snapshot of this moment. `scratch` is a folder for whatever is as large as the database.
+
+    Raises UnavailableError if the database doesn't answer or isn't sound.
+    """
+    if database_url.startswith("sqlite"):
+        from batchsvc.db import sqlite_snapshot
+
+        return sqlite_snapshot.taken(database_url, scratch)
+    from batchsvc.db import postgres_snapshot
+
+    return postgres_snapshot.taken(database_url)
+
+
+def load(database_url: str, kind: Kind, revision: str, files: Iterable[SnapshotFile], scratch: Path) -> None:
+    """Put a snapshot in the place of whatever the database holds, all of it or nothing.
+
+    The schema is that of `revision` afterwards. Raises UnavailableError where that can't be done, and SchemaError for
+    a revision that this version doesn't know.
+    """
+    if kind == "sqlite":
+        from batchsvc.db import sqlite_snapshot
+
+        sqlite_snapshot.load(database_url, next(iter(files)))
+        return
+    from batchsvc.db import postgres_snapshot
+
+    if kind == "postgresql-dump":
+        postgres_snapshot.load_dump(database_url, next(iter(files)), scratch)
+    else:
+        postgres_snapshot.load_tables(database_url, revision, list(files))
+
+
+def family(kind_or_url: str) -> str:
+    """Which database a kind of snapshot, or a URL, is of: in words."""
+    return "SQLite" if kind_or_url.startswith("sqlite") else "PostgreSQL"
+
+
+def tables_of(connection: Connection) -> set[str]:
+    """Names of the tables that are there."""
+    from sqlalchemy import inspect
+
+    return set(inspect(connection).get_table_names())
+
+
+def revision_of(session: Session) -> str:
+    """The revision of a database's schema."""
+    return str(session.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
+
+
+def without_password(message: str) -> str:
+    """What a program of PostgreSQL's said, as one line that names no password."""
+    first = next((line for line in message.splitlines() if line.strip()), "")
+    return re.sub(r"://[^@\s]*@", "://", first).strip().rstrip(".")
+
+
+def file_pieces(path: Path, chunk: int = 1 << 20) -> Iterator[bytes]:
+    """The bytes of a file."""
+    with path.open("rb") as file:
+        while piece := file.read(chunk):
+            yield piece

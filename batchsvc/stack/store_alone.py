@@ -1,0 +1,64 @@
+"""The object store of a data directory without its stack: for a backup or a restore while nothing else runs there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchsvc.clock import monotonic_s
+from batchsvc.errors import UnavailableError
+from batchsvc.settings import Settings
+from batchsvc.stack import children, ports
+from batchsvc.stack.child import Child
+from batchsvc.stack.datadir import DataDir
+from batchsvc.stack.options import StackOptions
+
+_READY_S, _STOP_S, _LOOK_S = 90.0, 20.0, 0.05
+
+
+def settings_of(directory: DataDir) -> Settings:
+    """The settings of the stack that runs in this directory, or that ran last."""
+    options = StackOptions(root=directory.root)
+    env = children.service_env(directory, options, directory.read_json("ports.json"), children.Secrets.of(directory))
+    return Settings.from_env(env)
+
+
+@contextmanager
+def store_alone(directory: DataDir) -> Iterator[Settings]:
+    """Settings with a store that answers, while no stack can start here. Raises InUseError if one runs."""
+    directory.create()
+    lock = directory.lock()
+    held = ports.HeldPorts()
+    try:
+        options = StackOptions(root=directory.root, roles=("seaweedfs",))
+        chosen = ports.choose(directory, host=options.host, port=None, held=held)
+        hooks = children.EngineHooks(is_alive=lambda _pid: False, free_leases=lambda _pid: None)
+        (spec,) = children.specs(directory, options, chosen, children.Secrets.of(directory), hooks)
+        store = Child(spec, directory.logs)
+        store.start()
+        try:
+            _wait(store)
+            yield settings_of(directory)
+        finally:
+            _stop(store)
+            children.remove_sockets(chosen)
+    finally:
+        held.release()
+        lock.release()
+
+
+def _wait(store: Child) -> None:
+    deadline = monotonic_s() + _READY_S
+    while not store.spec.is_ready(store.pid or 0):
+        if store.exit_code() is not None or monotonic_s() > deadline:
+            raise UnavailableError(f"The object store can't start: see {store.log}.")
+        time.sleep(_LOOK_S)
+
+
+def _stop(store: Child) -> None:
+    store.terminate()
+    deadline = monotonic_s() + _STOP_S
+    while store.exit_code() is None and monotonic_s() < deadline:
+        time.sleep(_LOOK_S)
+    store.kill()

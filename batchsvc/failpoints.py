@@ -36,6 +36,8 @@ Names are `noun.past`, as log events are; a new one gets its line here:
                batch.publishing  all is stored, nothing is published
                batch.published   the batch has ended, nobody was told
     reaper     reaper.ticked     a tick begins
+    purge      purge.rows_wiped  content is gone from the rows, its objects are there
+               purge.objects_gone its objects are gone, nothing says so
     courier    webhook.sent      a receiver has answered, or not, and nothing is written of it
     exporter   export.begun      an upload in a tenant's store is begun and noted
                export.copied     all results are over there, the manifest isn't

@@ -50,7 +50,7 @@ class Collector:
         """Delete what was marked and is due, a bounded number at once. Returns how many objects went."""
         with self._db.reading() as session:
             due = garbage_queries.due(session, _AT_ONCE)
-        deleted = self._delete_orphans(due)
+        deleted = self.delete_orphans(due)
         if due and deleted is not None:
             self._db.run(lambda session: garbage_queries.forget(session, due))
         return deleted or 0
@@ -62,13 +62,13 @@ class Collector:
         for prefix in _PREFIXES:
             old = (key for key, written_ms in self._store.list_keys(prefix) if written_ms <= oldest_ms)
             for some in _pieces(old):
-                if self._is_stopping() or (gone := self._delete_orphans(some)) is None:
+                if self._is_stopping() or (gone := self.delete_orphans(some)) is None:
                     return deleted
                 deleted += gone
             deleted += self._abort_uploads(prefix, oldest_ms)
         return deleted
 
-    def _delete_orphans(self, found: list[str]) -> int | None:
+    def delete_orphans(self, found: list[str]) -> int | None:
         """How many of these objects went. None: none may go, because somebody holds the collection."""
         if not found:
             return 0
@@ -92,8 +92,22 @@ class Collector:
             if may_delete:
                 self._db.run(lambda session: collection_queries.end_sweep(session, self._name))
 
-    def _abort_uploads(self, prefix: str, oldest_ms: int) -> int:
-        old = [upload for upload in self._store.list_uploads(prefix) if upload.started_ms <= oldest_ms]
+    def sweep(self, prefix: str) -> bool:
+        """Delete whatever nobody refers to under a prefix, however young: nobody may write there any more.
+
+        False: somebody holds the collection, so it isn't all gone.
+        """
+        for some in _pieces(key for key, _ in self._store.list_keys(prefix)):
+            if self.delete_orphans(some) is None:
+                return False
+        self._abort_uploads(prefix)
+        return True
+
+    def _abort_uploads(self, prefix: str, oldest_ms: int | None = None) -> int:
+        begun = self._store.list_uploads(prefix)
+        old = [upload for upload in begun if oldest_ms is None or upload.started_ms <= oldest_ms]
+        if not old:
+            return 0
         with self._db.reading() as session:
             live = garbage_queries.finalizing(session, {upload.key for upload in old})
         aborted = [upload for upload in old if upload.key not in live]

@@ -15,6 +15,7 @@ Each step is a short transaction that is right to repeat and right to run in sev
     tickets     a model's queue is as long as it has claimable units
     senders     the threads of webhooks and exports are woken, which send what is due
     money       now and then a batch that has ended is added up again, by code of its own
+    purges      what was deleted is wiped out of every store
     leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
 
 If Redis doesn't answer, or takes no messages, planning and finalizing are done here, one after the other: slower, but
@@ -64,6 +65,7 @@ from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from workers import poison
 from workers.garbage import Collector
+from workers.purge import Purger
 from workers.thread import WorkThread
 
 _TICKETS_AT_ONCE = 1_000
@@ -115,6 +117,8 @@ class Reaper:
         self._quote_hints: Counter[str] = Counter()
         self._stopped = threading.Event()
         self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
+        self._purger = Purger(settings, db, self._garbage_collector, self._stopped.is_set)
+        self._num_overdue = 0
         self._thread = WorkThread("reaper", self._run, self._crashed)
 
     def start(self) -> None:
@@ -144,6 +148,7 @@ class Reaper:
             self._files,
             self._uploads,
             self._garbage,
+            self._purges,
             self._audit_now_and_then,
             self._reconcile_now_and_then,
             self._tally,
@@ -333,6 +338,12 @@ class Reaper:
 
     def _garbage(self) -> None:
         self._garbage_collector.delete_due()
+
+    def _purges(self) -> None:
+        self._purger.purge_due()
+        if (overdue := self._purger.num_overdue()) != self._num_overdue:
+            self._num_overdue = overdue
+            log.error("purges.overdue", purges=overdue)
 
     def _audit_now_and_then(self) -> None:
         if monotonic_s() >= self._next_audit_s:

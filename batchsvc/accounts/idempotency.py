@@ -130,6 +130,12 @@ def forget_old(session: Session) -> int:
     return queries.delete_answers(session, database_now_ms(session) - _KEEP_MS)
 
 
+def rewrite_answers(session: Session, project_id: str, text: str, rewrite: Callable[[str], str]) -> None:
+    """Change the bodies of stored answers that hold a text, so that what was deleted is gone from them too."""
+    for row in queries.answers_with(session, project_id, text):
+        row.body = rewrite(row.body)
+
+
 def _again(stored: IdempotentAnswer | None, fingerprint: str) -> dict[str, Any]:
     if stored is None:  # forgotten at this very moment
         raise UnavailableError("The first call with this Idempotency-Key was just forgotten; try again.")

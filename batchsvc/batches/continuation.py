@@ -89,7 +89,8 @@ def create(
     body = _body(found.batch, wishes)
     # held till the transaction ends: whoever sends this call again waits here, and then sees what the first one made
     if files.find_for_batch(session, caller.project_id, found.batch.input_file_id) is None:
-        says = f"its input {found.batch.input_file_id} is gone, deleted or expired: upload it again for a new batch"
+        became = files.why_gone(session, caller.project_id, found.batch.input_file_id) or "it isn't there"
+        says = f"its input {found.batch.input_file_id} is gone ({became}): upload it again for a new batch"
         raise _refused(found.batch, says, code="input_deleted")
     if is_retry:
         since_ms = database_now_ms(session) - RETRY_MS

@@ -1,7 +1,7 @@
 """Explains a batch or one of its lines from what is stored: the plan in the unit files, the parts, the pinned prices.
 
-The plan's objects are cleared away some time after a batch has ended. Then the result files still tell what a line
-cost, and the explanation says that the plan is gone.
+The plan's objects are wiped some time after a batch has ended. Then the result files still tell what a line cost, and
+the explanation says that the plan is gone. What was deleted is named with its day; the totals stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from typing import Any
 import orjson
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import explain, explain_queries, model_pins, part_file, service, unit_file, window_file
+from batchsvc.batches import (
+    absent,
+    deletion_queries,
+    explain,
+    explain_queries,
+    model_pins,
+    part_file,
+    service,
+    unit_file,
+    window_file,
+)
+from batchsvc.batches.lifecycle import TERMINAL
 from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.tables import Batch, Part, Unit
 from batchsvc.batches.unit_file import UnitRow
@@ -30,7 +41,7 @@ def explain_batch(session: Session, settings: Settings, project_id: str | None, 
     """The totals of a batch by kind of token; for an operator (no `project_id`) the engine's side too."""
     batch = explain_queries.batch(session, batch_id) if project_id is None else None
     if batch is None:
-        batch = service.get(session, project_id or "", batch_id)
+        batch = _batch(session, project_id or "", batch_id)
     shown: dict[str, Any] = {
         "object": "batch.explanation",
         "batch_id": batch.id,
@@ -44,6 +55,8 @@ def explain_batch(session: Session, settings: Settings, project_id: str | None, 
         "items": [],
         "saved_by_cache_nanos": 0,
         "saved_by_tier_nanos": batch.standard_nanos - batch.cost_nanos,
+        "deleted_at": None if batch.deleted_ms is None else batch.deleted_ms // 1000,
+        "gone": absent.what_is_gone(session, batch),
     }
     pins = model_pins.pins_of(batch)
     if batch.models is not None:
@@ -96,8 +109,11 @@ def _use_of(row: Any, requests: int) -> line_items.Usage:
 def explain_line(db: Database, store: ObjectStore, project_id: str, batch_id: str, custom_id: str) -> dict[str, Any]:
     """One line, by its custom_id. Raises NotFoundError for one that the batch doesn't have."""
     with db.reading() as session:
-        batch = service.get(session, project_id, batch_id)
+        batch = _batch(session, project_id, batch_id)
         windows = explain_queries.windows(session, batch_id)
+        gone = absent.what_is_gone(session, batch)
+    if batch.deleted_ms is not None:
+        raise _nothing_left(batch_id, gone)
     is_cleared = False
     for window in windows:
         data = _object(store, window.line_nos_key) if window.line_nos_key else None
@@ -107,12 +123,34 @@ def explain_line(db: Database, store: ObjectStore, project_id: str, batch_id: st
         lines = window_file.read(data)
         if custom_id in lines.custom_ids:
             line_no = lines.line_nos[list(lines.custom_ids).index(custom_id)]
-            return _Line(db, store, batch, window.no, line_no, custom_id).explained()
+            return _with_gone(_Line(db, store, batch, window.no, line_no, custom_id).explained(), batch, gone)
     row = _from_files(db, store, batch, custom_id) if is_cleared else None
+    if row is None and is_cleared and gone:
+        raise _nothing_left(batch_id, gone)
     if row is None:
         raise NotFoundError(f"The batch {batch_id} has no line with custom_id '{custom_id[:100]}'.", param="custom_id")
     shown = _shown(batch, row["line"], custom_id) | {"cached": {"why": _GONE}}
-    return _with_result(shown, batch, row)
+    return _with_gone(_with_result(shown, batch, row), batch, gone)
+
+
+def _batch(session: Session, project_id: str, batch_id: str) -> Batch:
+    """A batch of a project, even if it was deleted. Raises NotFoundError."""
+    return deletion_queries.batch_ever(session, project_id, batch_id) or service.get(session, project_id, batch_id)
+
+
+def _with_gone(shown: dict[str, Any], batch: Batch, gone: list[str]) -> dict[str, Any]:
+    """A line without a result isn't pending when its batch has ended: what it came to was deleted."""
+    is_gone = shown["status"] == "pending" and batch.status in TERMINAL and bool(gone)
+    return shown | {"status": "deleted" if is_gone else shown["status"], "gone": gone}
+
+
+def _nothing_left(batch_id: str, gone: list[str]) -> NotFoundError:
+    return NotFoundError(
+        f"Lines of {batch_id} can't be told apart any more: {' '.join(gone)} Its totals stay: `batchsvc explain "
+        f"{batch_id}`.",
+        code="content_deleted",
+        param="custom_id",
+    )
 
 
 _NO_USE = line_items.Usage(requests=0, input_tokens=0, cached_tokens=0, output_tokens=0, cost_nanos=0)

@@ -20,6 +20,7 @@ from batchsvc.files import service as files
 from batchsvc.files import upload_service as uploads
 from batchsvc.store import keys
 
+DOWNLOAD_S = 600  # a download that has begun may end
 _COLUMNS = (
     (Unit.batch_id, Unit.s3_key),
     (Unit.batch_id, Unit.resume_key),

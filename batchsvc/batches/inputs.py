@@ -21,7 +21,7 @@ from batchsvc.accounts.service import Caller
 from batchsvc.batches import service
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.errors import InvalidRequestError, ServiceError
-from batchsvc.files import importing
+from batchsvc.files import importing, life_queries
 from batchsvc.files import service as files
 from batchsvc.files.s3_uri import S3Uri, is_s3, parse_object
 from batchsvc.files.tables import File
@@ -52,7 +52,7 @@ class InlineInput:
     file_id: str
     s3_key: str
     stored: Stored
-    life_s: int
+    setting_life_s: int
 
     def record(self, session: Session, *, is_retry: bool) -> File:
         return files.add_upload(
@@ -64,7 +64,7 @@ class InlineInput:
             etag=self.stored.etag,
             sha256=self.stored.sha256,
             size_bytes=self.stored.size_bytes,
-            life_s=self.life_s,
+            life_s=life_queries.input_life_s(session, self.project_id, None, self.setting_life_s),
             is_retry=is_retry,
         )
 
@@ -81,7 +81,7 @@ class S3Input:
     s3_key: str
     source: S3Uri
     found: ObjectInfo
-    life_s: int
+    setting_life_s: int
 
     def record(self, session: Session, *, is_retry: bool) -> File:
         """Its row; the same version is the same file, whoever asks again."""
@@ -93,7 +93,7 @@ class S3Input:
             source=self.source,
             source_etag=self.found.etag,
             size_bytes=self.found.size_bytes,
-            life_s=self.life_s,
+            life_s=life_queries.input_life_s(session, self.project_id, None, self.setting_life_s),
         )
 
     def forget(self) -> None:
@@ -131,7 +131,7 @@ def s3_input(context: Context, caller: Caller, input_file_id: str) -> S3Input | 
         s3_key=keys.input_file(caller.project_id, file_id),
         source=source,
         found=found,
-        life_s=settings.file_ttl_s,
+        setting_life_s=settings.file_ttl_s,
     )
 
 
@@ -151,7 +151,7 @@ def stored_inline(
         file_id=file_id,
         s3_key=key,
         stored=stored,
-        life_s=context.settings.file_ttl_s,
+        setting_life_s=context.settings.file_ttl_s,
     )
     with deleted_if_refused(context.store, key):
         yield made

@@ -19,6 +19,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import queries
+from batchsvc.files import purge_queries
+from batchsvc.files.retention import Kind
 
 
 class Status(StrEnum):
@@ -71,9 +73,13 @@ def move(
 ) -> bool:
     """Move a batch, stamp the time, and write `values` with it. False: not in a status to move from, or fenced off.
 
+    What only a running batch needs of its plan is wiped after its end (files/retention.py).
     `fence` names columns and the values that they must still have, such as {"plan_epoch": 3}.
     """
     if not sources(to):
         return False  # nothing leads to `validating`: a batch begins there
     changes: dict[str, Any] = {"status": to, _STAMPS[to]: now_ms, **(values or {})}
-    return queries.update_batch(session, batch_id, from_=sources(to), fence=fence or {}, values=changes)
+    moved = queries.update_batch(session, batch_id, from_=sources(to), fence=fence or {}, values=changes)
+    if moved and to in TERMINAL:
+        purge_queries.add(session, Kind.PLAN, batch_id, now_ms)
+    return moved

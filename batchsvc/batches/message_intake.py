@@ -53,7 +53,7 @@ async def received(request: Request, context: Context, project_id: str) -> tuple
         file_id=file_id,
         s3_key=key,
         stored=stored,
-        life_s=settings.file_ttl_s,
+        setting_life_s=settings.file_ttl_s,
     )
     return made, lines.count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.message_body import MESSAGES
@@ -26,8 +26,3 @@ def never_ran(session: Session, batch_ids: Collection[str]) -> dict[str, int]:
         Unit.batch_id.in_(batch_ids), Unit.state == "sealed"
     )
     return {row[0]: int(row[1]) for row in session.execute(left.group_by(Unit.batch_id))}
-
-
-def mark_deleted(session: Session, batch_id: str, now_ms: int) -> None:
-    """Take an ended batch out of its project's sight; its row stays for the bill."""
-    session.execute(update(Batch).where(Batch.id == batch_id).values(deleted_ms=now_ms))

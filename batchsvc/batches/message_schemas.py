@@ -31,11 +31,12 @@ class CreateMessageBatch(BaseModel):
     requests: list[MessageRequest] = Field(min_length=1, max_length=MOST_REQUESTS)
 
 
-def message_batch_object(row: Batch, *, never_ran: int, now_ms: int, life_s: int, url: str) -> dict[str, Any]:
-    """A message batch as the API shows it. `life_s` is how long its results are kept, `url` where all batches are."""
+def message_batch_object(
+    row: Batch, *, never_ran: int, now_ms: int, archived_ms: int | None, url: str
+) -> dict[str, Any]:
+    """A message batch as the API shows it. Its results are kept until `archived_ms`; `url` is where all batches are."""
     is_ended = row.status in TERMINAL
-    archived_ms = (row.ended_ms or 0) + life_s * 1000
-    is_archived = is_ended and archived_ms <= now_ms
+    is_archived = is_ended and archived_ms is not None and archived_ms <= now_ms
     cancelled_ms = row.cancelling_ms or (row.ended_ms if row.status == Status.CANCELLED else None)
     return {
         "id": row.id,

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import message_queries, queries, service
+from batchsvc.batches import absent, deletion_service, message_queries, queries, service
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import message_batch_object
@@ -66,9 +66,12 @@ def create(
 def get(session: Session, project_id: str, batch_id: str) -> Batch:
     """A message batch of this project. Raises NotFoundError."""
     row = queries.batch(session, project_id, batch_id)
-    if row is None or row.endpoint != MESSAGES:
-        raise NotFoundError(f"No message batch found with id '{batch_id}'.", param="message_batch_id")
-    return row
+    if row is not None and row.endpoint == MESSAGES:
+        return row
+    says = absent.no_batch(session, project_id, batch_id)
+    if says.code == absent.DELETED:
+        raise says
+    raise NotFoundError(f"No message batch found with id '{batch_id}'.", param="message_batch_id")
 
 
 def list_batches(
@@ -92,15 +95,10 @@ def list_batches(
 
 
 def delete(session: Session, project_id: str, batch_id: str, *, discard: Callable[[Session, str], None]) -> Batch:
-    """Delete an ended batch with its files. What it cost stays on the bill."""
+    """Delete an ended batch with its requests and results. What it cost stays on the bill."""
     row = get(session, project_id, batch_id)
     _require_ended(row, "cancel it first, or wait for it")
-    for file_id in (row.input_file_id, row.output_file_id, row.error_file_id):
-        is_there = file_id and files.find_for_batch(session, project_id, file_id) is not None
-        if file_id and is_there and service.live_batch_of(session, file_id) is None:
-            files.delete(session, project_id, file_id, live_batch_of=service.live_batch_of, discard=discard)
-    message_queries.mark_deleted(session, row.id, database_now_ms(session))
-    return row
+    return deletion_service.delete_batch(session, project_id, row.id, with_input=True, discard=discard)
 
 
 def results(session: Session, project_id: str, batch_id: str) -> Results:
@@ -123,21 +121,28 @@ def results(session: Session, project_id: str, batch_id: str) -> Results:
     return Results(output=output, error=error)
 
 
-def show(session: Session, rows: Sequence[Batch], settings: Settings, url: str) -> list[dict[str, Any]]:
+def show(session: Session, rows: Sequence[Batch], url: str) -> list[dict[str, Any]]:
     """Message batches as the API shows them; `url` is where all of them are."""
     stopped = [row.id for row in rows if row.status in TERMINAL]
     never_ran = message_queries.never_ran(session, stopped)
     now = database_now_ms(session)
+    ended = [row for row in rows if row.status in TERMINAL]
+    ends_ms = files.ends_ms(session, [file_id for row in ended for file_id in _kept_in(row)])
     return [
         message_batch_object(
             row,
             never_ran=never_ran.get(row.id, 0),
             now_ms=now,
-            life_s=row.output_expires_after_s or settings.file_ttl_s,
+            archived_ms=min((ends_ms[file_id] for file_id in _kept_in(row) if file_id in ends_ms), default=None),
             url=url,
         )
         for row in rows
     ]
+
+
+def _kept_in(row: Batch) -> list[str]:
+    """The files that the results of an ended batch are read from."""
+    return [file_id for file_id in (row.output_file_id, row.error_file_id) if file_id] or [row.input_file_id]
 
 
 def _require_ended(row: Batch, way_out: str) -> None:

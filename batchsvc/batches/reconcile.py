@@ -1,5 +1,7 @@
 """The arithmetic of an audit: lines, sums and differences. Pure, and shared with nothing that writes them.
 
+A difference names a line by its number alone: it is logged and kept, and what users sent must not be.
+
 A cost is a fraction, rounded half to even by Python itself; sums are integers. What was written by other code is read
 back here by rules of this file's own, so that a mistake there can't hide behind the same mistake here.
 """
@@ -151,7 +153,7 @@ def add_output_line(report: Report, place: str, text: bytes, prices: Prices, sum
     row = json.loads(text)
     number = row["line"]
     body = row["response"]["body"]
-    _add_usage(report, f"{place} line {number} ({row['custom_id']})", body["usage"], prices.of(body.get("model")), sums)
+    _add_usage(report, f"{place} line {number}", body["usage"], prices.of(body.get("model")), sums)
     sums.ok += 1
     return int(number)
 
@@ -160,7 +162,7 @@ def add_part_line(report: Report, place: str, text: bytes, prices: Prices, sums:
     """Adds a line of a part's object and checks it by itself. Returns its line number."""
     head = json.loads(text)
     number, row = head["line"], head["row"]
-    where = f"{place} line {number} ({row['custom_id']})"
+    where = f"{place} line {number}"
     names = NUMBERS[2:]
     if not head["ok"]:
         for name in names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import zstandard
@@ -297,11 +298,17 @@ class BatchAudit:
                 row, now_ms = now.one(_FILE, file=file_id), now.now_ms()
             if row is None:
                 self._report.compare(place, "file", "missing", file_id)
-            elif row["deleted_ms"] is not None or (row["expires_ms"] is not None and row["expires_ms"] <= now_ms):
-                ended = "was deleted" if row["deleted_ms"] is not None else "is past its life"
-                self._report.note(f"{self._id}: its {kind} file {ended}, and wasn't added up.")
-            else:
+            elif not self._is_gone(kind, row, now_ms):
                 self._read_file(place, kind, row)
+
+    def _is_gone(self, kind: str, row: dict[str, Any], now_ms: int) -> bool:
+        """Whether a result file was deleted or is past its life, which is noted: rows are all there is to add up."""
+        is_deleted = row["deleted_ms"] is not None
+        if not is_deleted and (row["expires_ms"] is None or row["expires_ms"] > now_ms):
+            return False
+        ended = f"was deleted on {_day(row['deleted_ms'])}" if is_deleted else "is past its life"
+        self._report.note(f"{self._id}: its {kind} file {ended}, and wasn't added up.")
+        return True
 
     def _read_file(self, place: str, kind: str, row: dict[str, Any]) -> None:
         batch, report = self._batch, self._report
@@ -331,7 +338,10 @@ class BatchAudit:
                 before = number or before
                 report.lines += 1
         except NotFoundError:
-            report.compare(place, "object", "missing", "there")
+            with self._reader.snapshot() as now:
+                again, now_ms = now.one(_FILE, file=row["id"]), now.now_ms()
+            if again is None or not self._is_gone(kind, again, now_ms):
+                report.compare(place, "object", "missing", "there")
             return
         report.compare(place, "bytes", row["bytes"], size)
         report.compare(place, "sha256", row["sha256"], digest.hexdigest())
@@ -351,8 +361,13 @@ class BatchAudit:
         try:
             return add(self._report, place, text, prices, sums)
         except (ValueError, KeyError, TypeError) as error:
-            self._report.compare(place, "line", f"unreadable ({type(error).__name__}): {text[:80]!r}", "a line")
+            self._report.compare(place, "line", f"unreadable ({type(error).__name__})", "a line")
             return None
+
+
+def _day(ms: int) -> str:
+    """The day (UTC) of a moment."""
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d")
 
 
 def _of(row: dict[str, Any] | None, name: str) -> Any:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import export_queries, outlook, poison_queries, queries, quote_terms, terms, waiting
+from batchsvc.batches import absent, export_queries, outlook, poison_queries, queries, quote_terms, terms, waiting
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.model_pins import BY_LINE
@@ -22,7 +22,7 @@ from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch, batch_object
 from batchsvc.batches.tables import Batch
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.errors import InvalidRequestError
 from batchsvc.files import store_service
 from batchsvc.files.s3_uri import parse_prefix
 from batchsvc.http.paging import PageArgs
@@ -106,7 +106,7 @@ def get(session: Session, project_id: str, batch_id: str) -> Batch:
     """A batch of this project. Raises NotFoundError."""
     row = queries.batch(session, project_id, batch_id)
     if row is None:
-        raise NotFoundError(f"No batch found with id '{batch_id}'.", param="batch_id")
+        raise absent.no_batch(session, project_id, batch_id)
     return row
 
 

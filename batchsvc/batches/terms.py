@@ -48,9 +48,9 @@ def input_file(session: Session, project_id: str, file_id: str) -> File:
     """The input that a call names, held till the transaction ends. Raises InvalidRequestError."""
     file = files.find_for_batch(session, project_id, file_id)
     if file is None:
-        raise InvalidRequestError(
-            f"input_file_id: there is no file {file_id[:64]}.", code="invalid_request", param="input_file_id"
-        )
+        became = files.why_gone(session, project_id, file_id)
+        says = f"there is no file {file_id[:64]}" if became is None else f"{file_id} is gone: {became}; upload it again"
+        raise InvalidRequestError(f"input_file_id: {says}.", code="invalid_request", param="input_file_id")
     if file.purpose != files.PURPOSE:
         raise InvalidRequestError(
             f"input_file_id: {file.id} has purpose '{file.purpose}', and an input needs '{files.PURPOSE}'.",

@@ -82,6 +82,7 @@ def _line_fields(line: dict[str, Any]) -> dict[str, Any]:
         "Cost": None if line["cost_nanos"] is None else format_dollars(line["cost_nanos"]),
         "Because": line["arithmetic"],
         "Error": error.get("message"),
+        "Gone": " ".join(line.get("gone") or ()),
     }
     return {name: value for name, value in fields.items() if value}
 
@@ -95,6 +96,7 @@ def _batch_fields(batch: dict[str, Any]) -> dict[str, Any]:
         "Cost": format_dollars(batch["cost_nanos"]),
         "Saved by cache": format_dollars(batch["saved_by_cache_nanos"]),
         "Saved by tier": format_dollars(batch["saved_by_tier_nanos"]),
+        "Gone": " ".join(batch.get("gone") or ()),
     }
     return {name: value for name, value in fields.items() if value}
 

@@ -26,8 +26,10 @@ _SQLITE_PRAGMAS = (
     "synchronous=NORMAL",
     "foreign_keys=ON",
     "recursive_triggers=ON",
+    "secure_delete=ON",  # what was deleted is overwritten with zeros
 )
 _SWITCH_TRIES, _SWITCH_PAUSE_S = 100, 0.1
+_TRUNCATE_WAIT_MS = 200
 _SQLITE_NOW = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
 _POSTGRES_NOW = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
 
@@ -101,6 +103,28 @@ class Database:
                     raise
                 time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))  # noqa: S311  jitter
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def truncate_log(self) -> bool:
+        """Leave nothing in SQLite's write-ahead log that was deleted since. False: somebody reads or writes just now.
+
+        PostgreSQL recycles its log by itself, which is said to be done here.
+        """
+        if not self.is_sqlite:
+            return True
+        connection = self.engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA busy_timeout={_TRUNCATE_WAIT_MS}")  # writers wait meanwhile
+            is_busy = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            cursor.execute(f"PRAGMA {_SQLITE_PRAGMAS[0]}")
+            return not is_busy
+        finally:
+            connection.close()
+
+    def once(self, work: Callable[[Session], T]) -> T:
+        """Run `work` in one write transaction, and never again: for what would happen twice, such as a new key."""
+        with self.transaction() as session:
+            return work(session)
 
     def dispose(self) -> None:
         self.engine.dispose()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import Select, or_, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.elements import ColumnElement
 
 from batchsvc.db.keyset import Cursor, page
+from batchsvc.files import purge_queries
+from batchsvc.files.retention import Kind
 from batchsvc.files.tables import File
 
 _REASON_CHARS = 2_048
@@ -93,8 +95,26 @@ def files(
 
 
 def mark_deleted(session: Session, file_id: str, now_ms: int) -> None:
-    """Delete a file that is locked."""
+    """Delete a file that is locked, and have its content wiped."""
     session.execute(update(File).where(File.id == file_id).values(deleted_ms=now_ms))
+    purge_queries.add(session, Kind.FILE, file_id, now_ms)
+
+
+def ever(session: Session, project_id: str, file_id: str) -> File | None:
+    """One file of a project, whether or not it is there."""
+    return session.scalars(_one(project_id, file_id).execution_options(populate_existing=True)).first()
+
+
+def gone_among(session: Session, file_ids: Collection[str], now_ms: int) -> list[File]:
+    """Those of these files that were deleted or are past their life."""
+    return list(session.scalars(select(File).where(File.id.in_(file_ids), ~_is_there(now_ms))))
+
+
+def expiries(session: Session, file_ids: Collection[str]) -> dict[str, int]:
+    """When these files are out of sight, or have been since: by their id."""
+    ends = func.coalesce(File.deleted_ms, File.expires_ms)
+    rows = session.execute(select(File.id, ends).where(File.id.in_(file_ids), ends.is_not(None)))
+    return {row[0]: int(row[1]) for row in rows}
 
 
 def expired(session: Session, now_ms: int, limit: int) -> list[File]:

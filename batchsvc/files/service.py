@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NoReturn
 
 from sqlalchemy.orm import Session
 
@@ -12,6 +13,7 @@ from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import queries
 from batchsvc.files.formats import SUFFIXES
+from batchsvc.files.retention import date_of
 from batchsvc.files.s3_uri import S3Uri
 from batchsvc.files.tables import File
 from batchsvc.http.paging import PageArgs
@@ -19,7 +21,6 @@ from batchsvc.store import keys
 
 PURPOSE = "batch"
 RESULT_PURPOSE = "batch_output"
-MIN_LIFE_S, MAX_LIFE_S = 3_600, 2_592_000
 _FILENAME_BYTES = 255
 _EXPIRE_AT_ONCE = 100
 
@@ -167,7 +168,24 @@ def find_stored(session: Session, project_id: str, file_id: str) -> File | None:
 
 def get(session: Session, project_id: str, file_id: str) -> File:
     """A file of this project that is still there. Raises NotFoundError."""
-    return _found(queries.file(session, project_id, file_id, database_now_ms(session)), file_id)
+    row = queries.file(session, project_id, file_id, database_now_ms(session))
+    return row or _absent(session, project_id, file_id)
+
+
+def why_gone(session: Session, project_id: str, file_id: str) -> str | None:
+    """What has become of a file that isn't there any more, for the end of a sentence. None: it never was."""
+    row = queries.ever(session, project_id, file_id)
+    return None if row is None else _what_became(row)
+
+
+def whereabouts(session: Session, file_ids: Collection[str]) -> dict[str, str]:
+    """What has become of those of these files that aren't there any more, by their id."""
+    return {row.id: _what_became(row) for row in queries.gone_among(session, file_ids, database_now_ms(session))}
+
+
+def ends_ms(session: Session, file_ids: Collection[str]) -> dict[str, int]:
+    """When these files will be, or were, out of sight, by their id."""
+    return queries.expiries(session, file_ids)
 
 
 def list_files(session: Session, project_id: str, page: PageArgs, purpose: str | None) -> list[File]:
@@ -196,7 +214,7 @@ def delete(
 ) -> File:
     """Delete a file unless a batch still reads it. `discard` has the object removed later."""
     now = database_now_ms(session)
-    row = _found(queries.locked_file(session, project_id, file_id, now), file_id)
+    row = queries.locked_file(session, project_id, file_id, now) or _absent(session, project_id, file_id)
     user = live_batch_of(session, row.id)
     if user is not None:
         raise InvalidRequestError(
@@ -278,10 +296,19 @@ def _discard(session: Session, row: File, discard: Callable[[Session, str], None
         discard(session, keys.plain_input(row.s3_key))
 
 
-def _found(row: File | None, file_id: str) -> File:
-    if row is None:
-        raise NotFoundError(f"No such File object: {file_id}", param="id")
-    return row
+def _absent(session: Session, project_id: str, file_id: str) -> NoReturn:
+    became = why_gone(session, project_id, file_id)
+    raise NotFoundError(
+        f"No such File object: {file_id}" if became is None else f"The file {file_id} is gone: {became}.",
+        code=None if became is None else "file_deleted",
+        param="id",
+    )
+
+
+def _what_became(row: File) -> str:
+    if row.deleted_ms is not None and (row.expires_ms is None or row.deleted_ms < row.expires_ms):
+        return f"it was deleted on {date_of(row.deleted_ms)}"
+    return f"its life was over on {date_of(row.expires_ms or 0)}"
 
 
 def _add(session: Session, row: File) -> File:

@@ -86,7 +86,7 @@ class Upload(Base):
     created_ms: Mapped[Millis]
     expires_ms: Mapped[Millis]
     part_ids: Mapped[list[Any] | None] = mapped_column(Json)  # of a completed one, in their order
-    file_id: Mapped[str | None] = mapped_column(String(64))
+    file_id: Mapped[str | None] = mapped_column(String(64), index=True)
 
 
 class UploadPart(Base):

@@ -17,8 +17,10 @@ from sqlalchemy.orm import Session
 
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.files import purge_queries
 from batchsvc.files import service as files
 from batchsvc.files import upload_queries as queries
+from batchsvc.files.retention import Kind
 from batchsvc.files.tables import Upload, UploadPart
 from batchsvc.files.upload_queries import PENDING
 from batchsvc.files.upload_schemas import CompleteUpload, CreateUpload
@@ -206,6 +208,7 @@ def _end(session: Session, row: Upload, status: str, discard: Callable[[Session,
     for part in queries.parts(session, row.id):
         discard(session, part.s3_key)
     queries.delete_parts(session, row.id)
+    purge_queries.add(session, Kind.UPLOAD, row.id, database_now_ms(session))
     session.flush()
 
 

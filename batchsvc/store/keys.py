@@ -19,6 +19,11 @@ def input_file(project_id: str, file_id: str) -> str:
     return f"in/{project_id}/{file_id}"
 
 
+def of_upload(project_id: str, upload_id: str) -> str:
+    """Prefix of the parts of an upload."""
+    return f"up/{project_id}/{upload_id}/"
+
+
 def upload_part(project_id: str, upload_id: str, part_id: str) -> str:
     """A part of an upload that isn't complete."""
     return f"up/{project_id}/{upload_id}/{part_id}"
@@ -32,6 +37,11 @@ def plain_input(input_key: str) -> str:
 def input_of(key: str) -> str:
     """The upload that an object belongs to: itself, or that which it was decoded from."""
     return key.removesuffix(_PLAIN)
+
+
+def of_batch(batch_id: str) -> str:
+    """Prefix of all objects of a batch or a quote."""
+    return f"{BATCHES}{batch_id}/"
 
 
 def unit(batch_id: str, plan_epoch: int, no: int) -> str:

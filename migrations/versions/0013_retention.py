@@ -51,6 +51,8 @@ def upgrade() -> None:
     )
     unfinished = sa.text("purged_ms IS NULL")
     op.create_index("ix_purges_due", "purges", ["due_ms"], sqlite_where=unfinished, postgresql_where=unfinished)
+    op.create_index("ix_quotes_input_file_id", "quotes", ["input_file_id"])
+    op.create_index("ix_uploads_file_id", "uploads", ["file_id"])
     columns = "(subject_id, kind, deleted_ms, due_ms, num_failures)"
     for table, kind in (("files", "file"), ("batches", "batch")):
         op.execute(
@@ -60,6 +62,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    op.drop_index("ix_uploads_file_id", "uploads")
+    op.drop_index("ix_quotes_input_file_id", "quotes")
     op.drop_table("purges")
     op.drop_table("retention_defaults")
     op.drop_table("collection_locks")

@@ -68,7 +68,7 @@ def test_a_hold_ends_by_itself_and_the_same_holder_moves_its_end(world: World) -
     assert collector(world).delete_due() == 1
     with world.db.transaction() as session:
         assert not collection_queries.release_collection(session, "killed"), "so its copy may lack objects"
-        assert session.scalars(select(CollectionLock.holder)).all() == [""], "what has ended is forgotten"
+        assert session.scalars(select(CollectionLock.holder)).all() in ([], [""]), "what has ended is forgotten"
 
 
 def test_who_holds_the_collection_sees_a_deletion_that_has_begun(world: World) -> None:

@@ -363,6 +363,7 @@ class EngineRun:
             **self._engine.signals(),
             "note": self._says(),
             "problems": self._problems(),
+            "clock_ms": now_ms(),
         }
 
     def _says(self) -> str | None:

@@ -68,6 +68,7 @@ def _shown(session: Session, workers: Iterable[Worker], drained: dict[str, Claim
                 "loads": model_name(worker.switching_to) if worker.switching_to else None,
                 "note": (worker.stats or {}).get("note"),
                 "problems": (worker.stats or {}).get("problems") or [],
+                "clock_skew_s": _skew_s(worker),
             }
         )
     return rows
@@ -81,6 +82,12 @@ def state_of(worker: Worker, units: int, *, is_drained: bool) -> str:
     if is_drained:
         return "draining" if units else "drained"
     return "ending" if worker.is_draining else "serving"
+
+
+def _skew_s(worker: Worker) -> float | None:
+    """How far its clock is ahead of the database's, as its last heartbeat shows it; None: it doesn't say."""
+    clock_ms = (worker.stats or {}).get("clock_ms")
+    return None if clock_ms is None else round((clock_ms - worker.beat_ms) / 1000, 3)
 
 
 def _drained(session: Session) -> dict[str, ClaimHold]:

@@ -218,3 +218,8 @@ def _insert_once(session: Session, table: type[Any], row: dict[str, Any], unique
     (primary,) = target.primary_key.columns
     insert = sqlite.insert(target) if dialect == "sqlite" else postgresql.insert(target)
     return session.scalar(insert.values(row).on_conflict_do_nothing(index_elements=unique).returning(primary))
+
+
+def drift_nanos(session: Session) -> int:
+    """What all entries of the ledger sum to: 0, or something was posted on one side alone."""
+    return int(session.scalar(select(func.coalesce(func.sum(LedgerEntry.amount_nanos), 0))) or 0)

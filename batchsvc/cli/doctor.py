@@ -3,47 +3,83 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from batchsvc.cli.console import Console
-from batchsvc.cli.exits import Exit
-from batchsvc.cli.options import DataDirOption, JsonOption
+from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption
 from batchsvc.errors import ServiceError
+from batchsvc.settings import Settings
 from batchsvc.stack import services
+from batchsvc.stack.child import inherited
 from batchsvc.stack.datadir import DataDir
-from batchsvc.stack.options import DEFAULT_MODEL, live_processes, read_state
+from batchsvc.stack.options import DEFAULT_MODEL, StackOptions, live_processes, read_state
+
+_SHOWN = {"ok": "ok", "warn": "WARN", "fail": "PROBLEM"}
 
 
-def doctor(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine and the data directory."""
+def doctor(
+    data_dir: DataDirOption = None,
+    from_env: FromEnvOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine and the data directory, and the service that runs there; with --from-env the deployment of
+    the environment's settings instead. Exit code 1 if something fails; warnings alone are 0."""
     console = Console(as_json=as_json)
+    if from_env and data_dir is not None:
+        raise CommandError("--from-env names a deployment of its own: leave --data-dir out.", Exit.USAGE)
+    from batchsvc.cli import diagnosis
+
     directory = DataDir.at(data_dir)
-    checks: dict[str, Callable[[], str]] = {
-        "python": _python,
-        "data directory": lambda: _directory(directory),
-        "valkey": _valkey,
-        "seaweedfs": services.weed_binary,
-        "torch": _torch,
-        "model": _model,
-        "scratch": _scratch,
-        "stack": lambda: _stack(directory),
-    }
-    rows = []
-    for name, check in checks.items():
-        try:
-            rows.append({"name": name, "ok": True, "says": check()})
-        except (ServiceError, OSError, ImportError) as error:
-            rows.append({"name": name, "ok": False, "says": str(error)})
+    machine: dict[str, Callable[[], str]] = {"python": _python, "torch": _torch, "scratch": _scratch}
+    if not from_env:
+        machine |= {
+            "data directory": lambda: _directory(directory),
+            "valkey": _valkey,
+            "seaweedfs": services.weed_binary,
+            "model": _model,
+            "stack": lambda: _stack(directory),
+        }
+    rows = [_looked(name, check) for name, check in machine.items()]
+    settings = Settings.from_env() if from_env else _settings_of(directory)
+    if settings is not None:
+        found = map(asdict, diagnosis.examine(settings))
+        rows += [{**row, "name": f"service: {row['name']}", "ok": row["level"] != "fail"} for row in found]
     console.result({"checks": rows})
-    console.table([{**row, "ok": "ok" if row["ok"] else "PROBLEM"} for row in rows], ("name", "ok", "says"))
+    console.table([{**row, "state": _SHOWN[row["level"]]} for row in rows], ("name", "state", "says"))
+    for row in rows:
+        if row["next"] and row["level"] != "ok":
+            console.out(f"{row['name']}: {row['next']}")
     if not all(row["ok"] for row in rows):
         raise typer.Exit(Exit.FAILED)
+
+
+def _looked(name: str, check: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return {"name": name, "level": "ok", "ok": True, "says": check(), "next": ""}
+    except (ServiceError, OSError, ImportError) as error:
+        return {"name": name, "level": "fail", "ok": False, "says": str(error), "next": ""}
+
+
+def _settings_of(directory: DataDir) -> Settings | None:
+    """The settings of the stack that runs in a data directory, as its processes have them; None if none runs."""
+    from batchsvc.stack import children
+
+    state, ports = read_state(directory), directory.read_json("ports.json")
+    if state is None or not isinstance(ports, dict) or not {"valkey", "s3", "api"} <= ports.keys():
+        return None
+    options = StackOptions(root=directory.root, host=state.host, model=state.model, force_format=state.force_format)
+    env = children.service_env(directory, options, ports, children.Secrets.of(directory))
+    return Settings.from_env({**inherited(os.environ), **env})
 
 
 def _python() -> str:

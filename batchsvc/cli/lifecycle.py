@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import formats
+from batchsvc.cli import attention, formats
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import DataDirOption, DraftOption, ForceFormatOption, JsonOption, SpecOption
@@ -36,6 +36,10 @@ def up(
         list[str] | None,
         typer.Option("--model", metavar="M", help="Model to serve: name, path, hf:... Repeat it to serve several."),
     ] = None,
+    one_engine: Annotated[
+        bool,
+        typer.Option("--one-engine", help="One engine worker serves all these models in turn, instead of one each."),
+    ] = False,
     force_format: ForceFormatOption = False,
     spec: SpecOption = None,
     draft: DraftOption = None,
@@ -55,6 +59,7 @@ def up(
         more_models=wanted[1:],
         host=host,
         port=port,
+        one_engine=one_engine,
         force_format=force_format,
         drafting=Drafting(spec=spec, draft=draft),
     )
@@ -93,7 +98,8 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
     directory = DataDir.at(data_dir)
     state = read_state(directory)
     served = [] if state is None else _served(state, directory)
-    shown = status_of(directory, state) | {"served": served}
+    found = {} if state is None else attention.look(state, directory)
+    shown = status_of(directory, state) | {"served": served} | found
     console.result(shown)
     if state is None:
         console.out(f"No stack is running in {directory.root}: start one with `batchsvc up`.")
@@ -107,6 +113,8 @@ def status(data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
             console.out(f"{row['id']} runs in {ran_in}")
         if row["note"]:
             console.out(f"{row['id']}: {row['note']}")
+    for says in attention.sentences(found):
+        console.out(says)
     if not all(process["state"] == "ready" for process in shown["processes"]) or shown["phase"] != "ready":
         raise typer.Exit(Exit.FAILED)
 
@@ -221,8 +229,14 @@ def _wait_for_short_commands(directory: DataDir) -> None:
 
 def _more(console: Console, path: Path, offset: int) -> int:
     try:
-        if path.stat().st_size < offset:
-            offset = 0  # the log was moved aside
+        if path.stat().st_size < offset:  # the log was moved aside: first what it said after our last look
+            aside = path.with_name(f"{path.name}.1")
+            while aside.exists() and offset < aside.stat().st_size:
+                reached = _more(console, aside, offset)
+                if reached == offset:
+                    break
+                offset = reached
+            offset = 0
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(1 << 20)
@@ -230,5 +244,5 @@ def _more(console: Console, path: Path, offset: int) -> int:
         return offset
     whole, newline, _ = data.rpartition(b"\n")
     for line in whole.decode("utf-8", "replace").split("\n") if newline else []:
-        console.out(f"{path.stem} | {line}")
+        console.out(f"{path.name.partition('.')[0]} | {line}")
     return offset + len(whole) + len(newline)

@@ -174,6 +174,7 @@ def stack_options(
     host: str | None = None,
     port: int | None = None,
     needs_model: bool = False,
+    one_engine: bool = False,
     force_format: bool = False,
     drafting: Drafting = _NO_WISH,
 ) -> StackOptions:
@@ -191,6 +192,7 @@ def stack_options(
         purpose=purpose,
         roles=roles,
         needs_model=needs_model,
+        one_engine=one_engine,
         force_format=force_format,
         drafting=replace(drafting, draft=None if drafting.draft is None else absolute_model(drafting.draft)),
     )

@@ -7,6 +7,7 @@ program; elsewhere the next start ends what the last one left, by pid and start 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,6 @@ import psutil
 from batchsvc.stack.services import Command
 
 State = Literal["starting", "ready", "restarting", "stopping", "stopped"]
-_LOG_BYTES = 8 * 1024 * 1024
-_LOGS_KEPT = 3
 
 # argv: the pid that must be alive, then the program; signal 9, option 1 is PR_SET_PDEATHSIG
 _SHIM = (
@@ -39,6 +38,24 @@ _STRIPPED = (
     "BATCHSVC_SECRET_KEY_FILE",
     "VIRTUAL_ENV",
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLimits:
+    """How long a log may grow before it is moved aside, and how many older ones are kept: BATCHSVC_LOG_BYTES and
+    BATCHSVC_LOG_FILES."""
+
+    size_bytes: int = 8 * 1024 * 1024
+    kept: int = 3
+
+    @classmethod
+    def from_env(cls) -> LogLimits:
+        """What this process's environment says. Raises SettingsError for a setting that can't be used."""
+        from batchsvc.settings import Settings
+
+        nowhere = {"DATABASE_URL": "sqlite:///nowhere", "REDIS_URL": "redis://nowhere"}
+        settings = Settings.from_env({**inherited(os.environ), **nowhere})
+        return cls(size_bytes=settings.log_bytes, kept=settings.log_files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +82,7 @@ class Child:
 
     spec: ChildSpec
     logs: Path
+    limits: LogLimits = LogLimits()
     state: State = "stopped"
     process: subprocess.Popen[bytes] | None = None
     created: float = 0.0
@@ -82,7 +100,7 @@ class Child:
 
     def start(self) -> None:
         """Start the process; its output goes to the end of its log."""
-        rotate(self.log)
+        rotate(self.log, self.limits)
         argv = list(self.spec.command.argv)
         if sys.platform == "linux":
             argv = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *argv]
@@ -118,6 +136,11 @@ class Child:
                 self.process.kill()
             self.process.wait()
 
+    def bound_log(self) -> None:
+        """Move the log aside if it is long, while the process goes on writing to it."""
+        if rotate(self.log, self.limits, is_open=True):
+            self.log_start = 0
+
     def last_lines(self, count: int = 20) -> list[str]:
         """The end of what the current process wrote."""
         return tail(self.log, count, since=self.log_start)
@@ -148,18 +171,31 @@ def is_same(pid: int, created: float) -> bool:
     return found is not None and abs(found - created) < 1.0
 
 
-def rotate(log: Path) -> None:
-    """Move a long log aside and keep the last few."""
+def rotate(log: Path, limits: LogLimits, *, is_open: bool = False) -> bool:
+    """Move a long log aside and keep the last few. Returns whether it was long.
+
+    `is_open`: a process writes to it, by a descriptor that no renaming would change. So it is copied, then cut to
+    nothing; as it is written by appending only, the process goes on at its new end. What it writes between the last
+    look and the cut, in less than a millisecond, is lost.
+    """
     try:
-        if log.stat().st_size < _LOG_BYTES:
-            return
+        if log.stat().st_size < limits.size_bytes:
+            return False
     except FileNotFoundError:
-        return
-    for number in range(_LOGS_KEPT - 1, 0, -1):
-        older = log.with_name(f"{log.name}.{number}")
-        if older.exists():
-            older.replace(log.with_name(f"{log.name}.{number + 1}"))
-    log.replace(log.with_name(f"{log.name}.1"))
+        return False
+    for number in range(limits.kept, 1, -1):
+        younger = log.with_name(f"{log.name}.{number - 1}")
+        if younger.exists():
+            younger.replace(log.with_name(f"{log.name}.{number}"))
+    older = log.with_name(f"{log.name}.1")
+    if not is_open:
+        log.replace(older)
+        return True
+    with log.open("rb") as source, older.open("wb") as target:
+        shutil.copyfileobj(source, target)
+        shutil.copyfileobj(source, target)  # what was written meanwhile
+        os.truncate(log, 0)
+    return True
 
 
 def tail(path: Path, count: int, *, since: int = 0) -> list[str]:

@@ -73,8 +73,9 @@ def service_env(directory: DataDir, options: StackOptions, ports: dict[str, int]
 
 
 def engine_names(options: StackOptions) -> tuple[str, ...]:
-    """The names of the engine workers, one for each model."""
-    return tuple("engine" if number == 1 else f"engine-{number}" for number, _ in enumerate(options.models, start=1))
+    """The names of the engine workers: one for each model, or one for all."""
+    numbers = range(1, 2 if options.one_engine else len(options.models) + 1)
+    return tuple("engine" if number == 1 else f"engine-{number}" for number in numbers)
 
 
 def worker_names(options: StackOptions) -> tuple[str, ...]:
@@ -139,6 +140,8 @@ def specs(
                     name,
                     "engine",
                     BATCHSVC_MODEL=model,
+                    BATCHSVC_MODELS=",".join(options.models[1:]) if options.one_engine else "",
+                    BATCHSVC_WORKER_NAME=name,
                     **(options.drafting.env() if number == 1 else {}),  # a draft is for one model
                 ),
                 is_ready=hooks.is_alive,
@@ -146,7 +149,7 @@ def specs(
                 on_death=hooks.free_leases,
                 signals=_signals(name, ports),
             )
-            for number, (name, model) in enumerate(zip(engine_names(options), options.models, strict=True), start=1)
+            for number, (name, model) in enumerate(zip(engine_names(options), options.models, strict=False), start=1)
         ),
     ]
     return [spec for spec in every if spec.role in options.roles]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from batchsvc.errors import UnavailableError
-from batchsvc.stack.child import inherited, is_same, rotate
+from batchsvc.stack.child import LogLimits, inherited, is_same, rotate
 from batchsvc.stack.datadir import DataDir, InUseError
 from batchsvc.stack.options import StackOptions, StackState, read_state
 
@@ -67,7 +67,7 @@ def launch(options: StackOptions, say: Callable[[str], None]) -> Launched:
     directory = DataDir.at(options.root)
     directory.create()
     log = directory.logs / "supervisor.log"
-    rotate(log)
+    rotate(log, LogLimits.from_env())
     with log.open("ab") as sink:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "batchsvc.stack", options.to_json(), str(os.getpid())],

@@ -38,7 +38,8 @@ class StackOptions:
     """One start of a stack. `purpose` is the command that owns it: `up` stays, any other ends with its command.
 
     `needs_model`: the model is fetched and registered even if no engine is among the roles. `more_models` have an
-    engine worker each, beside that of `model`. `force_format`: formats are served that are over their limits.
+    engine worker each, beside that of `model`; with `one_engine`, one serves them all in turn. `force_format`: formats
+    are served that are over their limits.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class StackOptions:
     purpose: str = "up"
     roles: tuple[Role, ...] = ALL
     needs_model: bool = False
+    one_engine: bool = False
     force_format: bool = False
     drafting: Drafting = Drafting()
 

@@ -25,7 +25,7 @@ import psutil
 
 from batchsvc.errors import UnavailableError
 from batchsvc.stack import children, ports
-from batchsvc.stack.child import Child, is_same
+from batchsvc.stack.child import Child, LogLimits, is_same, rotate
 from batchsvc.stack.datadir import DataDir, Lock
 from batchsvc.stack.options import STATE, ProcessState, StackOptions, StackState, leftover_state, own_identity
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from batchsvc.db.session import Database
 
 _TICK_S = 0.1
+_LOGS_S = 1.0  # how often a long log is looked for
 _DATA_READY_S = 90.0
 _SERVICE_READY_S = 120.0
 _CRASHES, _CRASH_WINDOW_S = 3, 60.0
@@ -65,6 +66,8 @@ class Supervisor:
         self._created = own_identity(os.getpid())
         self._host = socket.gethostname()
         self._last_state: StackState | None = None
+        self._log_limits = LogLimits()
+        self._next_log_look = 0.0
 
     def run(self, on_ready: Callable[[StackState], None]) -> None:
         """Start, call `on_ready`, and stay until a signal. Raises ServiceError in one sentence if it can't go on.
@@ -113,7 +116,8 @@ class Supervisor:
         specs = children.specs(directory, options, self._ports, keys, hooks)
         for says in children.checked(specs):
             self._say(says)
-        self._children = [Child(spec, directory.logs) for spec in specs]
+        self._log_limits = LogLimits.from_env()
+        self._children = [Child(spec, directory.logs, self._log_limits) for spec in specs]
         data = [child for child in self._children if child.spec.is_data]
         ours = [child for child in self._children if not child.spec.is_data]
 
@@ -143,7 +147,8 @@ class Supervisor:
         for number, (child, model) in enumerate(zip(engines, options.models, strict=False)):
             if number:  # each plans its memory by what the ones before it have left
                 child.start()
-            self._tell(f"Loading {model} and warming up the engine.")
+            named = "one of the models" if options.one_engine and len(options.models) > 1 else model
+            self._tell(f"Loading {named} and warming up the engine.")
             self._wait_for([child], None)
 
     def _wait_for(self, waited: list[Child], limit_s: float | None) -> None:
@@ -177,7 +182,19 @@ class Supervisor:
                     self._say(f"{child.spec.name} is ready again")
             elif child.state == "restarting" and now >= child.restart_at:
                 child.start()
+        if now >= self._next_log_look:
+            self._next_log_look = now + _LOGS_S
+            self._bound_logs()
         self._publish(self._phase)
+
+    def _bound_logs(self) -> None:
+        """Move long logs aside, also our own; a disk that is full for a copy must not end a stack that works."""
+        try:
+            for child in self._children:
+                child.bound_log()
+            rotate(self.directory.logs / "supervisor.log", self._log_limits, is_open=True)
+        except OSError as error:
+            self._say(str(self.directory.explain(error)))
 
     def _on_crash(self, child: Child, code: int, now: float) -> None:
         name, pid = child.spec.name, child.pid

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batchsvc.stack import child as child_module
-from batchsvc.stack.child import Child, ChildSpec, inherited, is_same, rotate, tail
+from batchsvc.stack.child import Child, ChildSpec, LogLimits, inherited, is_same, rotate, tail
 from batchsvc.stack.services import Command
 
 PARENT = """
@@ -111,16 +110,42 @@ def test_a_later_process_with_the_same_pid_is_another(tmp_path: Path) -> None:
     assert not is_same(os.getpid(), created - 5)
 
 
-def test_long_logs_are_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "_LOG_BYTES", 10)
-    log = tmp_path / "x.log"
+def test_long_logs_are_moved_aside(tmp_path: Path) -> None:
+    log, limits = tmp_path / "x.log", LogLimits(size_bytes=10, kept=3)
     for number in range(6):
         log.write_text(f"{number} " + "x" * 10)
-        rotate(log)
-        assert not log.exists()
+        assert rotate(log, limits) and not log.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.log.1", "x.log.2", "x.log.3"]
     assert (tmp_path / "x.log.1").read_text().startswith("5 ")
-    rotate(log)  # no log yet
+    assert not rotate(log, limits), "no log yet"
+
+
+def test_the_log_of_a_running_process_stays_bounded_and_whole(tmp_path: Path) -> None:
+    script = "import sys\nfor n in range(3000):\n print(n, 'x' * 60, flush=True); n % 300 or sys.stdin.readline()"
+    command = Command(argv=(sys.executable, "-c", script), cwd=tmp_path)
+    spec = ChildSpec(name="t", command=command, is_ready=lambda _pid: True)
+    child = Child(spec, tmp_path, LogLimits(size_bytes=10_000, kept=4))
+    with child.log.open("ab") as sink:  # as `start` opens it, with an input that makes the process wait for us
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=sink)
+    assert process.stdin is not None
+    for turn in range(10):
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        last = min(300 * (turn + 1), 2999)
+        deadline = time.monotonic() + 30
+        while not tail(child.log, 1)[0].startswith(f"{last} ") or not child.log.read_bytes().endswith(b"\n"):
+            assert time.monotonic() < deadline, f"line {last} never came"
+            time.sleep(0.01)
+        child.bound_log()
+        assert child.log.stat().st_size < 10_000
+    process.stdin.close()
+    assert process.wait(30) == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["t.log", "t.log.1", "t.log.2", "t.log.3", "t.log.4"]
+    kept = [line for number in (4, 3, 2, 1) for line in (tmp_path / f"t.log.{number}").read_text().splitlines()]
+    kept += child.log.read_text().splitlines()
+    numbers = [int(line.split()[0]) for line in kept]
+    assert numbers == list(range(numbers[0], 3000)), "no line is lost between one file and the next, and none is twice"
 
 
 def test_tail_reads_the_end(tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ def test_status_names_all_processes(stack: Stack, stack_cli: Run) -> None:
     assert {p["name"] for p in status.json["processes"]} == {"valkey", "seaweedfs", "api", "control", "engine"}
     assert {p["state"] for p in status.json["processes"]} == {"ready"}
     assert all(psutil.pid_exists(p["pid"]) for p in status.json["processes"])
+    signals = {p["name"]: p["signals"] for p in status.json["processes"] if p["signals"]}
+    assert set(signals) == {"api", "control", "engine"}
+    for name, url in signals.items():
+        ready = httpx.get(f"{url}/readyz", trust_env=False, timeout=30).json()
+        assert ready["status"] == "ready" and (name == "api" or ready["parts"][name] == "ok")
+        assert "batchsvc_ready 1.0" in httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
     base = status.json["url"].removesuffix("/v1")
     assert httpx.get(base + "/readyz", trust_env=False).json()["status"] == "ready"
 

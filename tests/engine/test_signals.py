@@ -14,7 +14,7 @@ from engine.errors import RequestError
 from engine.fake import FakeEngine
 from engine.request import Lane
 from engine.sched.counters import Counters
-from engine.signals import GAP_BOUNDS_S, TTFT_BOUNDS_S, Signals, Times, quantile
+from engine.signals import GAP_BOUNDS_S, SPEED_BOUNDS_TPS, TTFT_BOUNDS_S, Signals, Times, quantile
 from tests.engine.oracle import OracleRunner, request
 
 
@@ -59,6 +59,19 @@ def test_times_are_told_by_lane_and_from_the_arrival() -> None:
     assert lanes["batch"]["ttft"]["p50_s"] == pytest.approx(40.0)
     assert sum(lanes["interactive"]["gaps"]["counts"]) == 2
     assert lanes["interactive"]["gaps"]["p99_s"] == pytest.approx(0.1)
+
+
+def test_the_speed_of_an_answer_is_that_of_its_tokens_after_the_first() -> None:
+    signals = Signals()
+    for now_s in (1.0, 1.5, 1.5, 2.0):
+        signals.token("u", "u", Lane.INTERACTIVE, now_s)
+    signals.token("short", "short", Lane.INTERACTIVE, 3.0)
+    for seq_id in ("u", "short", "unknown"):
+        signals.end(seq_id)
+    speeds = signals.shown(Counters(), 50.0)["lanes"]["interactive"]["speeds"]
+    assert (speeds["sum_tps"], sum(speeds["counts"])) == (3.0, 1), "3 tokens in a second; one token has no speed"
+    assert speeds["bounds_tps"] == list(SPEED_BOUNDS_TPS)
+    assert not signals._began
 
 
 def test_tokens_a_second_are_those_of_the_last_ten_seconds() -> None:

@@ -1,0 +1,30 @@
+"""The Dockerfile of our own image, and the images of the data services that compose and Kubernetes run."""
+
+from __future__ import annotations
+
+from batchsvc.deploy.plan import Plan
+
+POSTGRES = "postgres:17"
+VALKEY = "valkey/valkey:9.0"
+SEAWEEDFS = "chrislusf/seaweedfs:4.48"
+UID = 10001  # of our own processes
+POSTGRES_UID = VALKEY_UID = 999  # as those images have them
+
+
+def dockerfile(plan: Plan) -> str:
+    """An image of this version: built beside the project's source, for a CPU or, with the extra `gpu`, for NVIDIA."""
+    gpu = plan.device == "cuda"
+    torch = "" if gpu else " --extra-index-url https://download.pytorch.org/whl/cpu"
+    extra = "[gpu]" if gpu else ""
+    return f"""\
+# docker build -t {plan.image} -f Dockerfile SOURCE   (SOURCE is the folder with pyproject.toml)
+FROM python:3.12-slim
+# a C++ compiler: kernels for the CPU are compiled at first use, and Triton needs one to launch its own
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY . /src
+RUN pip install --no-cache-dir{torch} "/src{extra}" && rm -rf /src \\
+ && useradd --uid {UID} --user-group --home-dir /var/lib/batchsvc --create-home --shell /usr/sbin/nologin batchsvc
+USER {UID}:{UID}
+WORKDIR /var/lib/batchsvc
+ENTRYPOINT ["batchsvc"]
+"""

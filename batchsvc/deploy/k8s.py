@@ -1,0 +1,284 @@
+"""Manifests of Kubernetes: data services as StatefulSets, our processes as Deployments, all of it in one namespace.
+
+Secrets are keys of the Secret `batchsvc`, mounted as files. Pods run as users without privileges on a read-only root,
+without a token of the cluster's API and without service links: those would set variables that begin with BATCHSVC_,
+as our settings do. Engine workers get longer to stop than they drain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from batchsvc.deploy import images
+from batchsvc.deploy.plan import (
+    API_DRAIN_S,
+    POSTGRES_PORT,
+    S3_PORT,
+    SECRET_SETTINGS,
+    SIGNALS_PORT,
+    VALKEY_PORT,
+    Plan,
+)
+
+_SECRETS = "/secrets"
+_HOME = "/var/lib/batchsvc"
+_PORTS = {"postgres": POSTGRES_PORT, "valkey": VALKEY_PORT, "s3": S3_PORT}
+
+
+def manifests(plan: Plan) -> str:
+    """All documents, in the order in which they are applied."""
+    return yaml.safe_dump_all(documents(plan), sort_keys=False, width=120)
+
+
+def documents(plan: Plan) -> list[dict[str, Any]]:
+    """The same as objects."""
+    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+    found: list[dict[str, Any]] = [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plan.namespace, "labels": restricted}},
+        _made(plan, "v1", "ConfigMap", "batchsvc-settings", data=_settings(plan)),
+    ]
+    for service in plan.services:
+        found += [_service(plan, service, _PORTS[service], is_headless=True), _stateful(plan, service)]
+    found.append(_migration(plan))
+    found += [_service(plan, "batchsvc-api", plan.api_port), _deployment(plan, "api", replicas=2)]
+    found += [_budget(plan, "api"), _deployment(plan, "control", replicas=2), _budget(plan, "control")]
+    found.append(_deployment(plan, "engine", replicas=plan.workers))
+    found += [_closed(plan, service) for service in plan.services]
+    return found
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    endpoint = {} if "s3" in plan.without else {"AWS_ENDPOINT_URL_S3": f"http://s3:{S3_PORT}"}
+    everywhere = "0.0.0.0"  # noqa: S104  of the pod
+    own = {"BATCHSVC_HOST": everywhere, "BATCHSVC_SIGNALS_HOST": everywhere, "BATCHSVC_SIGNALS_PORT": str(SIGNALS_PORT)}
+    return {**plan.secret_settings(_SECRETS), **endpoint, **own, "HOME": _HOME, **plan.settings}
+
+
+def _made(plan: Plan, version: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "batchsvc"}
+    meta = {"name": name, "namespace": plan.namespace, "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": meta, **rest}
+
+
+def _selector(name: str) -> dict[str, Any]:
+    return {"matchLabels": {"app.kubernetes.io/name": name}}
+
+
+def _service(plan: Plan, name: str, port: int, *, is_headless: bool = False) -> dict[str, Any]:
+    spec: dict[str, Any] = {"selector": {"app.kubernetes.io/name": name}, "ports": [{"name": "main", "port": port}]}
+    return _made(plan, "v1", "Service", name, spec=spec | ({"clusterIP": "None"} if is_headless else {}))
+
+
+def _pod(name: str, spec: dict[str, Any], *, user: int, grace_s: float) -> dict[str, Any]:
+    return {
+        "metadata": {"labels": {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "batchsvc"}},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": int(grace_s),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": user,
+                "runAsGroup": user,
+                "fsGroup": user,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            **spec,
+        },
+    }
+
+
+def _container(name: str, image: str, **rest: Any) -> dict[str, Any]:
+    closed = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    return {"name": name, "image": image, "securityContext": closed, **rest}
+
+
+def _stateful(plan: Plan, name: str) -> dict[str, Any]:
+    container, user, files = _DATA[name]()
+    secret = {"secretName": "batchsvc", "defaultMode": 0o440, "items": [{"key": key, "path": key} for key in files]}
+    container["volumeMounts"] = [
+        {"name": "data", "mountPath": "/data"},
+        {"name": "secrets", "mountPath": _SECRETS, "readOnly": True},
+        {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108  in the pod
+        *container.pop("more_mounts", []),
+    ]
+    container["ports"] = [{"name": "main", "containerPort": _PORTS[name]}]
+    container["resources"] = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}
+    spec = {
+        "containers": [container],
+        "volumes": [{"name": "secrets", "secret": secret}, {"name": "scratch", "emptyDir": {}}],
+    }
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}
+    return _made(
+        plan,
+        "apps/v1",
+        "StatefulSet",
+        name,
+        spec={
+            "serviceName": name,
+            "replicas": 1,
+            "selector": _selector(name),
+            "template": _pod(name, spec, user=user, grace_s=120),
+            "volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": claim}],
+        },
+    )
+
+
+def _postgres() -> tuple[dict[str, Any], int, list[str]]:
+    env = {
+        "POSTGRES_USER": "batchsvc",
+        "POSTGRES_DB": "batchsvc",
+        "POSTGRES_PASSWORD_FILE": f"{_SECRETS}/postgres_password",
+        "PGDATA": "/data/main",
+    }
+    probe = _exec(["pg_isready", "-q", "-h", "127.0.0.1", "-U", "batchsvc"])
+    container = _container(
+        "postgres",
+        images.POSTGRES,
+        args=["postgres", "-c", "max_connections=200", "-c", "unix_socket_directories=/tmp"],
+        env=[{"name": name, "value": value} for name, value in env.items()],
+        readinessProbe=probe,
+        livenessProbe=probe | {"failureThreshold": 12},
+        more_mounts=[{"name": "scratch", "mountPath": "/var/run/postgresql", "subPath": "run"}],
+    )
+    return container, images.POSTGRES_UID, ["postgres_password"]
+
+
+def _valkey() -> tuple[dict[str, Any], int, list[str]]:
+    probe = {"tcpSocket": {"port": "main"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    flags = ["--appendonly", "yes", "--dir", "/data", "--maxmemory-policy", "noeviction"]
+    container = _container(
+        "valkey",
+        images.VALKEY,
+        command=["valkey-server", f"{_SECRETS}/valkey.conf", *flags],
+        readinessProbe=probe,
+        livenessProbe=probe | {"failureThreshold": 12},
+    )
+    return container, images.VALKEY_UID, ["valkey.conf"]
+
+
+def _s3() -> tuple[dict[str, Any], int, list[str]]:
+    probe = {"httpGet": {"path": "/healthz", "port": "main"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    args = [
+        *("server", "-dir=/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-s3.ip.bind=0.0.0.0"),
+        *(f"-s3.port={S3_PORT}", f"-s3.config={_SECRETS}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+        *("-s3.localSocket=/tmp/s3.sock", "-filer.localSocket=/tmp/filer.sock"),
+        *("-master.telemetry=false", "-volume.max=0"),
+    ]
+    container = _container(
+        "s3",
+        images.SEAWEEDFS,
+        command=["weed", *args],
+        workingDir=_SECRETS,  # where weed looks for security.toml, whose keys close the ports behind the gateway
+        readinessProbe=probe,
+        livenessProbe=probe | {"failureThreshold": 12},
+    )
+    return container, images.UID, ["s3.json", "security.toml"]
+
+
+_DATA = {"postgres": _postgres, "valkey": _valkey, "s3": _s3}
+
+
+def _ours(plan: Plan, name: str, command: list[str], **rest: Any) -> dict[str, Any]:
+    container = _container(
+        name,
+        plan.image,
+        args=command,
+        envFrom=[{"configMapRef": {"name": "batchsvc-settings"}}],
+        volumeMounts=[
+            {"name": "secrets", "mountPath": _SECRETS, "readOnly": True},
+            {"name": "home", "mountPath": _HOME},
+            {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108  in the pod
+        ],
+        **rest,
+    )
+    keys = [{"key": key, "path": key} for key in SECRET_SETTINGS.values()]
+    return {
+        "containers": [container],
+        "volumes": [
+            {"name": "secrets", "secret": {"secretName": "batchsvc", "defaultMode": 0o440, "items": keys}},
+            {"name": "home", "emptyDir": {}},
+            {"name": "scratch", "emptyDir": {}},
+        ],
+    }
+
+
+def _migration(plan: Plan) -> dict[str, Any]:
+    resources = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
+    spec = _ours(plan, "migrate", ["migrate"], resources=resources) | {"restartPolicy": "OnFailure"}
+    pod = _pod("batchsvc-migrate", spec, user=images.UID, grace_s=60)
+    return _made(
+        plan,
+        "batch/v1",
+        "Job",
+        "batchsvc-migrate",
+        spec={"backoffLimit": 30, "ttlSecondsAfterFinished": 3600, "template": pod},
+    )
+
+
+def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
+    name, port = f"batchsvc-{role}", plan.api_port if role == "api" else SIGNALS_PORT
+    grace_s = API_DRAIN_S if role == "api" else plan.stop_s
+    more: dict[str, Any] = {}
+    if role == "engine":
+        gpu = {"nvidia.com/gpu": "1"} if plan.device == "cuda" else {}
+        more["resources"] = {"requests": {"cpu": "2", "memory": "8Gi", **gpu}, "limits": {"memory": "16Gi", **gpu}}
+    else:
+        more["resources"] = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "8Gi"}}
+    if role == "api":  # its address is taken from the Service first, and calls that are on their way still arrive
+        more["lifecycle"] = {"preStop": {"sleep": {"seconds": 5}}}
+    container = _ours(
+        plan,
+        role,
+        ["serve", role],
+        ports=[{"name": "main", "containerPort": port}],
+        startupProbe=_http("/livez", failures=120 if role == "engine" else 30),
+        readinessProbe=_http("/readyz", failures=3),
+        livenessProbe=_http("/livez", failures=6),
+        **more,
+    )
+    strategy = {"maxUnavailable": 1, "maxSurge": 0} if role == "engine" else {"maxUnavailable": 0, "maxSurge": 1}
+    return _made(
+        plan,
+        "apps/v1",
+        "Deployment",
+        name,
+        spec={
+            "replicas": replicas,
+            "selector": _selector(name),
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy},
+            "template": _pod(name, container, user=images.UID, grace_s=grace_s),
+        },
+    )
+
+
+def _budget(plan: Plan, role: str) -> dict[str, Any]:
+    name = f"batchsvc-{role}"
+    spec = {"maxUnavailable": 1, "selector": _selector(name)}
+    return _made(plan, "policy/v1", "PodDisruptionBudget", name, spec=spec)
+
+
+def _closed(plan: Plan, service: str) -> dict[str, Any]:
+    """Only our own pods reach a data service."""
+    ours = {"podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "batchsvc"}}}
+    spec = {
+        "podSelector": _selector(service),
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [ours], "ports": [{"port": _PORTS[service]}]}],
+    }
+    return _made(plan, "networking.k8s.io/v1", "NetworkPolicy", service, spec=spec)
+
+
+def _http(path: str, *, failures: int) -> dict[str, Any]:
+    where = {"path": path, "port": "main"}
+    return {"httpGet": where, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _exec(command: list[str]) -> dict[str, Any]:
+    return {"exec": {"command": command}, "periodSeconds": 10, "timeoutSeconds": 5}

@@ -1,0 +1,81 @@
+"""The secrets of a deployment: made once in a folder that only its owner reads, kept from then on, never printed.
+
+What a data service reads itself (a password file, a configuration with keys in it) lies there too, so that no secret
+is ever an argument or a variable of a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from batchsvc.deploy.plan import POSTGRES_PORT, VALKEY_PORT, Plan, PlanError, authority
+
+_PARTS = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
+_JWT = ("jwt.signing", "jwt.signing.read", "jwt.filer_signing", "jwt.filer_signing.read")
+OF_SERVICE = {  # files that only one data service reads, with the service
+    "postgres_password": "postgres",
+    "valkey.conf": "valkey",
+    "s3.json": "s3",
+    "security.toml": "s3",
+}
+
+
+def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Path]:
+    """The files by name; what is there already stays as it is. `database` and `queue` are the hosts in the URLs.
+
+    Raises PlanError where a service is somebody else's, and the file with its address or key isn't there yet.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    absent = [name for name in _foreign(plan) if not _held(folder / name)]
+    if absent:
+        raise PlanError(
+            f"Put {' and '.join(str(folder / name) for name in absent)} in place first: with --without they belong to "
+            "a service that is there already."
+        )
+    parts = {name: _held(folder / name) or _write(folder / name, _fresh(name)) for name in _PARTS}
+    for name, text in _derived(parts, database, queue).items():
+        if name not in _foreign(plan) and not _held(folder / name):
+            _write(folder / name, text)
+    return {path.name: path for path in sorted(folder.iterdir())}
+
+
+def _foreign(plan: Plan) -> list[str]:
+    owned = {"postgres": ["database_url"], "valkey": ["redis_url"], "s3": ["s3_access_key", "s3_secret_key"]}
+    return [name for service in sorted(plan.without) for name in owned[service]]
+
+
+def _fresh(name: str) -> str:
+    return ("batchsvc" if name == "s3_access_key" else "") + secrets.token_hex(24)
+
+
+def _derived(parts: Mapping[str, str], database: str, queue: str) -> dict[str, str]:
+    at_database, at_queue = authority(database, POSTGRES_PORT), authority(queue, VALKEY_PORT)
+    identity = {
+        "name": "batchsvc",
+        "credentials": [{"accessKey": parts["s3_access_key"], "secretKey": parts["s3_secret_key"]}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    jwt = "".join(f'[{name}]\nkey = "{parts["s3_jwt_key"]}{number}"\n' for number, name in enumerate(_JWT))
+    return {
+        "database_url": f"postgresql://batchsvc:{parts['postgres_password']}@{at_database}/batchsvc",
+        "redis_url": f"redis://:{parts['valkey_password']}@{at_queue}/0",
+        "valkey.conf": f"requirepass {parts['valkey_password']}\n",
+        "s3.json": json.dumps({"identities": [identity]}) + "\n",
+        "security.toml": jwt,
+    }
+
+
+def _held(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+
+
+def _write(path: Path, text: str) -> str:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text if text.endswith("\n") else text + "\n")
+    return text.strip()

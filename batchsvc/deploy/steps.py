@@ -1,0 +1,145 @@
+"""What is printed with a deployment: the folder that is written, and the commands that bring it up, in their order.
+
+Standard output is a shell script: run as it is, or read and typed. It holds no secret.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from batchsvc.deploy import compose, images, k8s
+from batchsvc.deploy.plan import Plan
+from batchsvc.deploy.secrets import made
+from batchsvc.deploy.systemd import HostSetup, Systemd
+
+_UPLOADED = "batchsvc-deploy"  # in the home directory of whom ssh logs in
+_ADMIN = "admin_key"
+
+
+def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = None) -> list[str]:
+    """Write a folder a host; returns the commands. `ssh` is how a host is logged in to, such as root@{host}."""
+    secrets = made(plan, folder / "secrets", database=plan.data_host, queue=plan.data_host)
+    units = Systemd(plan)
+    commands = []
+    for host in units.hosts():
+        place = folder / host.host
+        _write_host(plan, host, place, secrets, wheel)
+        login = ssh.replace("{host}", host.host)
+        commands += [
+            f"# {host.host}: {', '.join(host.units)}",
+            f"scp -qr {shlex.quote(str(place))} {login}:{_UPLOADED}",
+            f"ssh {login} sh {_UPLOADED}/setup.sh",
+        ]
+    here = f"ssh {ssh.replace('{host}', plan.api_host)} {units.at(plan.paths.config, plan.api_host)}/here"
+    key = shlex.quote(str(folder / "secrets" / _ADMIN))
+    return [
+        *commands,
+        "# the model that batches may name, and a key for whoever operates this",
+        f"{here} models add {plan.model} --from-env",
+        f"(umask 077; {here} keys create ops --admin --from-env > {key})",
+    ]
+
+
+def write_compose(plan: Plan, folder: Path) -> list[str]:
+    """Write compose.yaml, Dockerfile and secrets; returns the commands."""
+    made(plan, folder / "secrets", database="postgres", queue="valkey")
+    for name in (folder / "secrets").iterdir():  # compose mounts them as they are, and the containers are no root
+        name.chmod(0o444)
+    _write(folder / "compose.yaml", compose.compose_file(plan))
+    _write(folder / "Dockerfile", images.dockerfile(plan))
+    docker = f"docker compose -f {shlex.quote(str(folder / 'compose.yaml'))}"
+    run = f"{docker} exec -T api batchsvc"
+    return [
+        f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
+        f"{docker} up --detach --wait",
+        f"{run} models add {plan.model} --from-env",
+        f"(umask 077; {run} keys create ops --admin --from-env > {shlex.quote(str(folder / 'secrets' / _ADMIN))})",
+    ]
+
+
+def write_k8s(plan: Plan, folder: Path) -> list[str]:
+    """Write the manifests, Dockerfile and secrets; returns the commands."""
+    secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
+    _write(folder / "batchsvc.yaml", k8s.manifests(plan))
+    _write(folder / "Dockerfile", images.dockerfile(plan))
+    kubectl, path = f"kubectl -n {plan.namespace}", shlex.quote(str(folder / "batchsvc.yaml"))
+    sources = " ".join(f"--from-file={shlex.quote(str(file))}" for name, file in secrets.items() if name != _ADMIN)
+    run = f"{kubectl} exec deploy/batchsvc-api -- batchsvc"
+    return [
+        f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
+        f"docker push {plan.image}",
+        f"kubectl create namespace {plan.namespace}",
+        f"{kubectl} create secret generic batchsvc {sources}",
+        f"kubectl apply -f {path}",
+        f"{kubectl} wait --for=condition=complete job/batchsvc-migrate --timeout=300s",
+        f"{kubectl} rollout status deploy/batchsvc-api --timeout=300s",
+        f"{run} models add {plan.model} --from-env",
+        f"(umask 077; {run} keys create ops --admin --from-env > {shlex.quote(str(folder / 'secrets' / _ADMIN))})",
+    ]
+
+
+def setup_script(plan: Plan, host: HostSetup, *, wheel: str | None = None) -> str:
+    """What puts a host's files in place and starts its units; it may be run again."""
+    state, config = (Systemd(plan).at(path, host.host) for path in (plan.paths.state, plan.paths.config))
+    program = Systemd(plan).at(plan.paths.program, host.host)
+    installed = _venv(program, wheel)
+    data = " ".join(f"{state}/{unit.split('-')[1].split('.')[0]}" for unit in host.units if _is_data(unit))
+    lines = [
+        "#!/bin/sh",
+        "# Puts this host's files in place and starts its units; may be run again.",
+        "set -eu",
+        'cd "$(dirname "$0")"',
+        f"id -u {plan.user} >/dev/null 2>&1 || "
+        f"useradd --system --user-group --home-dir {state} --shell /usr/sbin/nologin {plan.user}",
+        *installed,
+        f"install -d -m 0755 {config}",
+        f"install -d -m 0700 -o {plan.user} {config}/secrets",
+        f"install -d -m 0700 -o {plan.user} {state} {data}".rstrip(),
+    ]
+    for file in host.files:
+        owner = f"-o {plan.user} " if file.is_private else ""
+        lines.append(f"install -D -m {file.mode:04o} {owner}{file.name} {file.path}")
+    units = " ".join(host.units)
+    return "\n".join(
+        [
+            *lines,
+            f"[ ! -w /etc/sysctl.d ] || install -m 0644 {config}/90-batchsvc.conf /etc/sysctl.d/90-batchsvc.conf",
+            "sysctl --system >/dev/null 2>&1 || echo 'The kernel settings of 90-batchsvc.conf are not in force.' >&2",
+            "systemctl daemon-reload",
+            f"systemctl enable --quiet {units}",
+            f"systemctl restart {units}",
+            "",
+        ]
+    )
+
+
+def _venv(program: str, wheel: str | None) -> list[str]:
+    folder = str(Path(program).parent.parent)
+    if wheel is None:
+        says = f"{program} is missing: python3 -m venv {folder} && {folder}/bin/pip install batchsvc"
+        return [f"[ -x {program} ] || {{ echo {shlex.quote(says)} >&2; exit 1; }}"]
+    return [f"[ -x {folder}/bin/python ] || python3 -m venv {folder}", f"{folder}/bin/pip install -q {wheel}"]
+
+
+def _is_data(unit: str) -> bool:
+    return unit in ("batchsvc-postgres.service", "batchsvc-valkey.service", "batchsvc-s3.service")
+
+
+def _write_host(plan: Plan, host: HostSetup, place: Path, secrets: dict[str, Path], wheel: Path | None) -> None:
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    place.chmod(0o700)
+    for file in host.files:
+        text = secrets[file.secret].read_text(encoding="utf-8") if file.secret else file.text
+        _write(place / file.name, text, mode=0o600)
+    if wheel is not None:
+        (place / wheel.name).write_bytes(wheel.read_bytes())
+    extra = "" if plan.device == "cpu" else "[gpu]"
+    named = None if wheel is None else shlex.quote(f"./{wheel.name}{extra}")
+    _write(place / "setup.sh", setup_script(plan, host, wheel=named))
+
+
+def _write(path: Path, text: str, *, mode: int = 0o644) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)

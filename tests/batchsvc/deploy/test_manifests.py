@@ -1,0 +1,153 @@
+"""Compose files and manifests follow their schemas, and what no schema asks for: users, probes, patience, secrets.
+
+`tests/data/compose-spec.json` is the schema of github.com/compose-spec/compose-spec (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from batchsvc.deploy import compose, images, k8s, steps
+from batchsvc.deploy.plan import Device, Plan, Service
+from batchsvc.settings import Settings
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "data" / "compose-spec.json").read_text())
+PLANS = [
+    Plan(workers=2),
+    Plan(workers=2, device="cuda"),
+    Plan(
+        without=frozenset[Service]({"postgres", "valkey", "s3"}),
+        extra={"AWS_ENDPOINT_URL_S3": "https://s3.example.com"},
+    ),
+]
+K8S_VERSIONS = ("1.33", "1.37")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
+def test_the_compose_file_follows_its_schema(plan: Plan) -> None:
+    document = yaml.safe_load(compose.compose_file(plan))
+    jsonschema.validate(document, SCHEMA, cls=jsonschema.Draft202012Validator)
+    wrong = copy.deepcopy(document)
+    wrong["services"]["api"]["restrat"] = "always"
+    with pytest.raises(jsonschema.ValidationError, match="restrat"):
+        jsonschema.validate(wrong, SCHEMA, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
+def test_containers_are_no_root_can_gain_nothing_and_get_secrets_by_file(plan: Plan) -> None:
+    document = yaml.safe_load(compose.compose_file(plan))
+    declared = set(document["secrets"])
+    for name, service in document["services"].items():
+        assert not service["user"].startswith("0"), name
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["restart"] in ("unless-stopped", "on-failure")
+        used = {item if isinstance(item, str) else item["source"] for item in service["secrets"]}
+        assert used <= declared
+        assert set(service.get("depends_on", {})) <= set(document["services"])
+        if name != "migrate":
+            assert service["healthcheck"]["test"]
+    for name, service in document["services"].items():
+        if name.startswith(("engine", "control")):
+            assert float(service["stop_grace_period"].removesuffix("s")) > plan.term_grace_s
+            assert service["healthcheck"]["test"][-1].endswith("/readyz")
+    engines = [service for name, service in document["services"].items() if name.startswith("engine")]
+    if plan.device == "cuda":
+        ids = [engine["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for engine in engines]
+        assert ids == [["0"], ["1"]]
+    else:
+        assert [engine["deploy"]["replicas"] for engine in engines] == [plan.workers]
+
+
+@pytest.mark.parametrize("version", K8S_VERSIONS)
+@pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
+def test_every_manifest_follows_the_strict_schema_of_its_kind(plan: Plan, version: str) -> None:
+    documents = list(yaml.safe_load_all(k8s.manifests(plan)))
+    assert documents == k8s.documents(plan)
+    for document in documents:
+        kubernetes_validate.validate(document, version, strict=True)
+    wrong = copy.deepcopy(next(each for each in documents if each["kind"] == "Deployment"))
+    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, version, strict=True)
+
+
+def pods(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    for document in documents:
+        if template := document.get("spec", {}).get("template"):
+            yield document["metadata"]["name"], document, template["spec"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pods_are_no_root_are_probed_and_get_time_to_drain(device: Device) -> None:
+    plan = Plan(device=device, term_grace_s=600, workers=3)
+    documents = k8s.documents(plan)
+    seen = {name: spec for name, _, spec in pods(documents)}
+    assert set(seen) == {
+        "postgres", "valkey", "s3", "batchsvc-migrate", "batchsvc-api", "batchsvc-control", "batchsvc-engine"
+    }  # fmt: skip
+    for name, spec in seen.items():
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False  # it would set BATCHSVC_API_PORT and the like
+        [container] = spec["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["resources"]["limits"]["memory"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]} - {"data"}
+        assert mounted <= {volume["name"] for volume in spec["volumes"]}
+        if name != "batchsvc-migrate":
+            assert {"readinessProbe", "livenessProbe"} <= set(container)
+    for role in ("control", "engine"):
+        assert seen[f"batchsvc-{role}"]["terminationGracePeriodSeconds"] > plan.term_grace_s
+    for role in ("api", "control", "engine"):
+        [container] = seen[f"batchsvc-{role}"]["containers"]
+        assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+        assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    gpu = seen["batchsvc-engine"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpu == ("1" if device == "cuda" else None)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
+def test_our_processes_would_take_the_settings_that_they_get(plan: Plan) -> None:
+    document = yaml.safe_load(compose.compose_file(plan))
+    config = next(each for each in k8s.documents(plan) if each["kind"] == "ConfigMap")
+    ours = [service for service in document["services"].values() if service["image"] == plan.image]
+    for env in (config["data"], *(service["environment"] for service in ours)):
+        plain = {name: value for name, value in env.items() if not name.endswith("_FILE")}
+        settings = Settings.from_env({"DATABASE_URL": "postgresql://h/x", "REDIS_URL": "redis://h", **plain})
+        assert settings.device == plan.device
+        assert Settings.strangers(env) == []
+        assert {name for name in env if name.endswith("_FILE")} <= Settings.known_variables()
+
+
+def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:
+    plan = Plan()
+    printed = steps.write_k8s(plan, tmp_path)
+    made = {path.name for path in (tmp_path / "secrets").iterdir()}
+    for _, _, spec in pods(k8s.documents(plan)):
+        for volume in spec["volumes"]:
+            assert {item["key"] for item in volume.get("secret", {}).get("items", [])} <= made
+    assert set(yaml.safe_load(compose.compose_file(plan))["secrets"]) <= made
+    assert any("--from-file=" in line and "valkey.conf" in line for line in printed)
+    values = [path.read_text().strip() for path in (tmp_path / "secrets").iterdir()]
+    for text in ["\n".join(printed), *(path.read_text() for path in tmp_path.iterdir() if path.is_file())]:
+        assert not any(value in text for value in values)
+
+
+def test_an_image_for_a_gpu_installs_the_extra_and_one_for_a_cpu_no_cuda() -> None:
+    cpu, gpu = images.dockerfile(Plan()), images.dockerfile(Plan(device="cuda"))
+    assert "[gpu]" in gpu
+    assert "[gpu]" not in cpu
+    assert "whl/cpu" in cpu
+    assert "USER 10001:10001" in cpu

@@ -1,0 +1,176 @@
+"""Units are right for systemd, hardened, and wait longer for a process than it drains; secrets are only in files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchsvc.deploy import steps
+from batchsvc.deploy.plan import Device, Paths, Plan, PlanError
+from batchsvc.deploy.systemd import Systemd
+from tests.units import Unit, parse
+
+THREE = ("10.9.0.1", "10.9.0.2", "10.9.0.3")
+
+
+def unit_files(plan: Plan) -> dict[str, str]:
+    return {
+        Path(file.path).name: file.text
+        for host in Systemd(plan).hosts()
+        for file in host.files
+        if file.path.startswith(plan.paths.units)
+    }
+
+
+def units_of(plan: Plan) -> dict[str, Unit]:
+    return {name: parse(text, "0" if "@" in name else "") for name, text in unit_files(plan).items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("hosts", [THREE, ("10.9.0.1",), ("10.9.0.1", "db.example.com")])
+def test_every_unit_is_hardened_restarts_and_stops_later_than_its_process(
+    hosts: tuple[str, ...], device: Device
+) -> None:
+    plan = Plan(hosts=hosts, device=device, term_grace_s=300, workers=2)
+    units = units_of(plan)
+    assert set(units) == {
+        *("batchsvc-postgres.service", "batchsvc-valkey.service", "batchsvc-s3.service"),
+        *("batchsvc-migrate.service", "batchsvc-api.service", "batchsvc-control.service", "batchsvc-engine@.service"),
+    }
+    for name, unit in units.items():
+        assert unit.one("User") == "batchsvc"
+        assert unit.one("NoNewPrivileges") == "yes"
+        assert unit.one("ProtectSystem") == "strict"
+        assert unit.one("CapabilityBoundingSet") == ""
+        assert unit.one("SystemCallFilter") == "@system-service"
+        assert not any("hunter" in value or "password=" in value.lower() for value in unit.all("Environment"))
+        if "migrate" not in name:
+            assert (unit.one("Restart"), unit.all("StartLimitIntervalSec", "Unit")) == ("on-failure", ["0"])
+            assert unit.one("LimitNOFILE") == "65536"
+    for name in ("batchsvc-control.service", "batchsvc-engine@.service"):
+        assert units[name].seconds("TimeoutStopSec", "0") > plan.term_grace_s
+    for name, path in (("batchsvc-api.service", "8080/readyz"), ("batchsvc-control.service", "9100/readyz")):
+        assert units[name].commands("ExecStartPost")[0].argv[-2].endswith(path)
+    engine = units["batchsvc-engine@.service"]
+    is_gpu = device == "cuda"
+    assert ("CUDA_VISIBLE_DEVICES=0" in engine.all("Environment")) == is_gpu
+    assert bool(engine.all("DeviceAllow")) == is_gpu
+    assert engine.all("PrivateDevices") == ([] if is_gpu else ["yes"])
+
+
+def test_a_worker_host_needs_nothing_of_the_others_units() -> None:
+    data, api, worker = Systemd(Plan(hosts=THREE, workers=2)).hosts()
+    assert data.units == ("batchsvc-postgres.service", "batchsvc-valkey.service", "batchsvc-s3.service")
+    assert api.units == ("batchsvc-migrate.service", "batchsvc-api.service", "batchsvc-control.service")
+    assert worker.units == ("batchsvc-engine@0.service", "batchsvc-engine@1.service")
+    for host in (api, worker):
+        here = {Path(file.path).name for file in host.files}
+        named = {
+            name
+            for file in host.files
+            if file.path.endswith(".service")
+            for name in re.findall(r"[\w@-]+\.service", file.text)
+        }
+        assert named <= here
+        secrets = {file.secret for file in host.files if file.secret}
+        assert secrets == {"database_url", "redis_url", "s3_access_key", "s3_secret_key", "secret_key"}
+    assert {file.secret for file in data.files if file.secret} == {
+        *("postgres_password", "valkey.conf", "s3.json", "security.toml"),
+    }
+
+
+def test_systemd_itself_finds_nothing_wrong(tmp_path: Path) -> None:
+    """With its own program where there is one; everywhere by a parser that knows just the directives that we use."""
+    program = tmp_path / "bin" / "x"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for name in ("postgres", "python"):
+        shutil.copy(program, program.with_name(name))
+    analyze = shutil.which("systemd-analyze")
+    for device in ("cpu", "cuda"):
+        paths = Paths(
+            program=str(program), config=str(program.parent), postgres=str(program.parent), valkey=str(program),
+            weed=str(program), units="/units",
+        )  # fmt: skip
+        shutil.copy(program, program.with_name("start-postgres"))
+        folder = tmp_path / device
+        folder.mkdir()
+        files = unit_files(Plan(hosts=THREE, device=device, paths=paths))
+        for name, text in files.items():
+            parse(text, "0" if "@" in name else "")
+            (folder / name).write_text(text)
+        if analyze is None:
+            sys.stderr.write("systemd-analyze is missing here: units were checked by tests/units.py alone.\n")
+            continue
+        names = [str(folder / name.replace("@", "@0")) for name in files]
+        (folder / "batchsvc-engine@0.service").write_text(files["batchsvc-engine@.service"])
+        seen = subprocess.run(
+            [analyze, "verify", "--man=no", *names], capture_output=True, text=True, timeout=60, check=False
+        )
+        ours = [line for line in seen.stderr.splitlines() if "batchsvc" in line]
+        assert (seen.returncode, ours) == (0, []), seen.stderr
+
+
+@pytest.mark.parametrize("wrong", ["Retsart=always", "NoNewPrivilege=yes", "ExecStart=relative/path", "[Services]"])
+def test_the_parser_of_tests_refuses_what_systemd_would(wrong: str) -> None:
+    text = unit_files(Plan())["batchsvc-api.service"]
+    with pytest.raises(AssertionError):
+        parse(text.replace("[Install]", f"{wrong}\n[Install]"))
+
+
+def test_secrets_are_made_once_and_are_nowhere_but_in_their_files(tmp_path: Path) -> None:
+    plan = Plan(hosts=THREE)
+    printed = "\n".join(steps.write_systemd(plan, tmp_path, ssh="root@{host}"))
+    folder = tmp_path / "secrets"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+    password = first["postgres_password"].strip()
+    assert first["database_url"] == f"postgresql://batchsvc:{password}@10.9.0.1:5432/batchsvc\n"
+    parts = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
+    secret = [first[name].strip() for name in parts]
+    assert len(set(secret)) == len(parts)
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.parent.name != "secrets" and not path.name.startswith("secret-"):
+            assert not any(value in path.read_text() for value in secret), path
+    assert not any(value in printed for value in secret)
+    assert steps.write_systemd(plan, tmp_path, ssh="root@{host}") == printed.split("\n")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == first
+
+
+def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path) -> None:
+    plan = Plan(hosts=THREE, without=frozenset({"postgres", "s3"}))
+    with pytest.raises(PlanError, match=r"database_url and .*s3_access_key and .*s3_secret_key in place first"):
+        steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+    for name in ("database_url", "s3_access_key", "s3_secret_key"):
+        (tmp_path / "secrets" / name).write_text(f"postgresql://u@managed/{name}\n")
+    steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+    assert (tmp_path / "secrets" / "database_url").read_text() == "postgresql://u@managed/database_url\n"
+    assert "AWS_ENDPOINT_URL_S3" not in (tmp_path / THREE[1] / "batchsvc.env").read_text()
+    assert set(units_of(plan)) & {"batchsvc-postgres.service", "batchsvc-s3.service"} == set()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"hosts": ()}, "--hosts names at least one host"),
+        ({"hosts": ("a", "a")}, "each once"),
+        ({"hosts": ("a b",)}, "neither an address nor a name"),
+        ({"hosts": ("a;rm -rf /",)}, "neither an address nor a name"),
+        ({"workers": 0}, "--workers"),
+        ({"workers": 10}, "--workers"),
+        ({"model": "a$(b)"}, "--model can't be"),
+        ({"image": 'x"y'}, "--image can't be"),
+        ({"extra": {"BATCHSVC_X": "a\nb"}}, "--set takes NAME=VALUE"),
+        ({"extra": {"DATABASE_URL": "postgresql://u:p@h/x"}}, "which is a secret"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_by_the_name_of_its_flag(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        Plan(**wrong)  # type: ignore[arg-type]

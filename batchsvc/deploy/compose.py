@@ -22,7 +22,7 @@ def compose_file(plan: Plan) -> str:
     services: dict[str, Any] = {name: _DATA[name](plan) for name in plan.services}
     for name in services:
         services[name] |= _hardened() | {"restart": "unless-stopped"}
-    waits = {name: {"condition": "service_healthy"} for name in plan.services}
+    waits: dict[str, Any] = {name: {"condition": "service_healthy"} for name in plan.services}
     migrated = {"migrate": {"condition": "service_completed_successfully"}}
     services["migrate"] = _ours(plan, ["migrate"], waits) | {"restart": "on-failure"}
     api = {"BATCHSVC_HOST": "0.0.0.0"}  # noqa: S104  of the container
@@ -48,10 +48,10 @@ def compose_file(plan: Plan) -> str:
             services[name] = engine | {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
     else:
         services["engine"] = engine | {"deploy": {"replicas": plan.workers}}
-    volumes = {name: {} for name in (*plan.services, "cache")}
+    volumes: dict[str, Any] = {name: {} for name in (*plan.services, "cache")}
     secrets = {name: {"file": f"./secrets/{name}"} for name in _secret_files(plan)}
     document = {"name": plan.namespace, "services": services, "volumes": volumes, "secrets": secrets}
-    return yaml.safe_dump(document, sort_keys=False, width=120)
+    return str(yaml.safe_dump(document, sort_keys=False, width=120))
 
 
 def _secret_files(plan: Plan) -> list[str]:

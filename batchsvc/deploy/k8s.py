@@ -29,7 +29,7 @@ _PORTS = {"postgres": POSTGRES_PORT, "valkey": VALKEY_PORT, "s3": S3_PORT}
 
 def manifests(plan: Plan) -> str:
     """All documents, in the order in which they are applied."""
-    return yaml.safe_dump_all(documents(plan), sort_keys=False, width=120)
+    return str(yaml.safe_dump_all(documents(plan), sort_keys=False, width=120))
 
 
 def documents(plan: Plan) -> list[dict[str, Any]]:

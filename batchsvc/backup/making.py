@@ -6,7 +6,8 @@
 4. Write the manifest. From then on there is a backup.
 
 An object that is gone when its turn comes may have been let go since the moment of 2, by a process that knows no hold:
-then all is done once more. One that the database still names is lost, and the backup says so.
+then all is done once more. One that the database still names is lost, and the backup says so. Unfinished sequences are
+no such objects: their owners replace them all the time, and whoever misses them begins anew.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ def make_backup(
     try:
         hold: AbstractContextManager[Hold | None] = Hold(db, f"backup:{name}").held() if is_live else nullcontext()
         with hold as holding:
+            known = _known_objects(vault)
             for attempt in range(1, _ATTEMPTS + 1):
-                made = _Attempt(vault, name, store, holding, say).run(database_url, secrets)
+                made = _Attempt(vault, name, store, holding, known, say).run(database_url, secrets)
                 if not made.missing:
                     break
                 lost = _still_named(db, made.missing)
@@ -128,9 +130,17 @@ class _Copied:
 class _Attempt:
     """One moment of the database, and its objects."""
 
-    def __init__(self, vault: Vault, name: str, store: Bucket, hold: Hold | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        vault: Vault,
+        name: str,
+        store: Bucket,
+        hold: Hold | None,
+        known: dict[str, SavedObject],
+        say: Callable[[str], None],
+    ) -> None:
         self._vault, self._name, self._store, self._hold, self._say = vault, name, store, hold, say
-        self._known = _known_objects(vault)
+        self._known = known  # by key; what this attempt saves, the next one knows
 
     def run(self, database_url: str, secrets: dict[str, str] | None) -> _Copied:
         vault, name = self._vault, self._name
@@ -142,14 +152,16 @@ class _Attempt:
                 for file in snapshot.files:
                     stored = vault.write(name, file.name, self._held(file.pieces()))
                     files.append(stored.of_table(file.table, file.columns))
-                keys = sorted(set(snapshot_queries.named_keys(snapshot.session)))
+                needed = set(snapshot_queries.named_keys(snapshot.session))
+                keys = sorted(needed.union(snapshot_queries.passing_keys(snapshot.session)))
                 revision, created_ms = snapshot.revision, snapshot.now_ms
         self._say(f"Copying what is new among {len(keys):,} objects.")
-        saved = self._copy(keys)
+        saved = [one for one in self._copy(keys) if one[0].sha256 or one[0].key in needed]
         objects = vault.write(name, OBJECTS, (one.line() for one, _ in saved))
         if secrets:
             vault.write_secrets(name, secrets)
         there = [one for one, _ in saved if one.sha256]
+        self._known.update((one.key, one) for one in there)
         fresh = [one for one, is_fresh in saved if is_fresh]
         manifest = Manifest(
             name=name,

@@ -8,6 +8,7 @@ nothing is leased, and an older schema is upgraded.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from batchsvc.audit.service import record
 from batchsvc.backup.manifest import BackupError, Manifest, SavedObject
 from batchsvc.backup.vault import Vault
 from batchsvc.batches import snapshot_queries
+from batchsvc.clock import monotonic_s
 from batchsvc.db import migrate, snapshot
 from batchsvc.db.migrate import SchemaError
 from batchsvc.db.session import Database, database_now_ms
@@ -38,6 +40,7 @@ from batchsvc.store.s3 import ObjectStore
 T = TypeVar("T")
 
 _THREADS, _WINDOW = 8, 256
+_LINGER_S = 3.0
 _PREFIXES = (keys.INPUTS, keys.UPLOADS, keys.BATCHES)
 
 
@@ -82,8 +85,8 @@ def check_source(vault: Vault, manifest: Manifest, say: Callable[[str], None]) -
     return saved
 
 
-def check_target(manifest: Manifest, settings: Settings, store: ObjectStore, *, overwrite: bool) -> None:
-    """Raises BackupError if somebody works there, or (unless told to overwrite) if there is anything."""
+def check_database(manifest: Manifest, settings: Settings, *, overwrite: bool) -> None:
+    """Raises BackupError if somebody works with the database, or (unless told to overwrite) if it isn't empty."""
     url = settings.database_url
     if snapshot.family(url) != snapshot.family(manifest.kind):
         raise BackupError(
@@ -96,7 +99,15 @@ def check_target(manifest: Manifest, settings: Settings, store: ObjectStore, *, 
         raise BackupError(
             "The database isn't empty: restore into a fresh one, or say --overwrite, which drops what it holds."
         )
-    if not overwrite and (other := _foreign(store)) is not None:
+
+
+def check_bucket(saved: list[SavedObject], store: ObjectStore, *, overwrite: bool) -> None:
+    """Raises BackupError if the bucket has other objects than the backup, unless told to overwrite."""
+    store.ensure_bucket()
+    ours = {one.key for one in saved}  # an interrupted restore has left these
+    found = (key for prefix in _PREFIXES for key, _ in store.list_keys(prefix))
+    other = next((key for key in found if key not in ours), None)
+    if other is not None and not overwrite:
         raise BackupError(
             f"The bucket {store.bucket} isn't empty (it holds {other}): restore into a fresh one, or say --overwrite, "
             "which replaces the objects that the backup has and leaves all others to the collection of garbage."
@@ -142,7 +153,8 @@ def restore(
         def settle(session: Session) -> int:
             now = database_now_ms(session)
             later_ms = max(0, now - manifest.created_ms) if shift_deadlines else 0
-            unfinished = snapshot_queries.settle(session, etags=etags, later_ms=later_ms)
+            gone = sorted(set(snapshot_queries.passing_keys(session)).difference(one.key for one in saved))
+            unfinished = snapshot_queries.settle(session, etags=etags, gone=gone, later_ms=later_ms)
             told: dict[str, str | int] = {
                 "made_by": manifest.made_by,
                 "made_ms": manifest.created_ms,
@@ -176,7 +188,10 @@ def _refuse_running(url: str) -> None:
         return
     from batchsvc.db.postgres_snapshot import others_connected
 
-    if others := others_connected(url):
+    deadline = monotonic_s() + _LINGER_S
+    while (others := others_connected(url)) and monotonic_s() < deadline:
+        time.sleep(0.1)  # whoever has just ended may still be counted
+    if others:
         raise BackupError(
             f"The database has {others} other connections, so a stack seems to be running: stop the API, the control "
             "and the engine workers (and a psql, if one is open), and try again."
@@ -197,12 +212,6 @@ def _look(url: str) -> tuple[bool, bool]:
             return bool(names), "projects" in names and snapshot_queries.has_projects(session)
     finally:
         db.dispose()
-
-
-def _foreign(store: ObjectStore) -> str | None:
-    """The key of any object of a service that the bucket holds."""
-    store.ensure_bucket()
-    return next((key for prefix in _PREFIXES for key, _ in store.list_keys(prefix)), None)
 
 
 def _put(vault: Vault, store: ObjectStore, saved: SavedObject) -> tuple[str, bool]:

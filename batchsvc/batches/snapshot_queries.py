@@ -7,7 +7,7 @@ that isn't done, and the decoded form of an upload.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from sqlalchemy import ColumnElement, Select, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
@@ -28,11 +28,7 @@ def named_keys(session: Session) -> Iterator[str]:
     yield from _keys(session, select(File.s3_key).where(File.deleted_ms.is_(None), is_here))
     yield from _keys(session, select(UploadPart.s3_key))
     running = select(Batch.id).where(Batch.status.not_in(TERMINAL))
-    for batch_id, key in (
-        (Unit.batch_id, Unit.s3_key),
-        (Unit.batch_id, Unit.resume_key),
-        (Window.batch_id, Window.line_nos_key),
-    ):
+    for batch_id, key in ((Unit.batch_id, Unit.s3_key), (Window.batch_id, Window.line_nos_key)):
         yield from _keys(session, select(key).where(batch_id.in_(running)))
     counts = Part.is_void.is_(False)
     yield from _keys(session, select(Part.s3_key).where(counts, or_(Part.batch_id.in_(running), _has_results())))
@@ -40,16 +36,23 @@ def named_keys(session: Session) -> Iterator[str]:
         yield from (window["key"] for window in windows if window.get("key"))
 
 
+def passing_keys(session: Session) -> Iterator[str]:
+    """Keys of unfinished sequences. Their owners replace them every few seconds, and a unit that doesn't find its own
+    begins its lines anew: they are worth having and needn't be there."""
+    running = select(Batch.id).where(Batch.status.not_in(TERMINAL))
+    return _keys(session, select(Unit.resume_key).where(Unit.batch_id.in_(running)))
+
+
 def has_projects(session: Session) -> bool:
     """Whether anybody works here: all that there is belongs to a project."""
     return session.scalar(select(exists(select(Project.id)))) or False
 
 
-def settle(session: Session, *, etags: Mapping[str, str], later_ms: int) -> int:
+def settle(session: Session, *, etags: Mapping[str, str], gone: Sequence[str], later_ms: int) -> int:
     """Make a copy of a database a database of its own: nobody works on anything, and nobody's engine has crashed.
 
-    `etags`: what the bucket calls the objects now that it calls otherwise than before. `later_ms` is added to the
-    deadlines of batches that haven't ended, whose number is returned.
+    `etags`: what the bucket calls the objects now that it calls otherwise than before. `gone` are passing objects that
+    it doesn't have. `later_ms` is added to the deadlines of batches that haven't ended, whose number is returned.
     """
     leased = update(Unit).where(Unit.state == "leased")
     session.execute(leased.values(state="ready", owner=None, lease_ms=0, ticket_ms=0))
@@ -57,12 +60,15 @@ def settle(session: Session, *, etags: Mapping[str, str], later_ms: int) -> int:
     session.execute(update(Batch).where(unended).values(plan_lease_ms=0, fin_lease_ms=0))
     session.execute(update(Quote).where(Quote.status == QUEUED).values(plan_lease_ms=0))
     session.execute(update(Export).values(lease_ms=0))
-    for gone in (Worker, PrefillEngine, CallHold):
-        session.execute(delete(gone))
+    for passed in (Worker, PrefillEngine, CallHold):
+        session.execute(delete(passed))
     session.execute(delete(CollectionLock).where(CollectionLock.holder != ""))
     for key, etag in etags.items():
         session.execute(update(File).where(File.s3_key == key, File.etag != "").values(etag=etag))
         session.execute(update(UploadPart).where(UploadPart.s3_key == key).values(etag=etag))
+    for first in range(0, len(gone), _ROWS):
+        nameless = update(Unit).where(Unit.resume_key.in_(gone[first : first + _ROWS]))
+        session.execute(nameless.values(resume_key=None, resume_sha256=None))
     if later_ms:
         later = {
             "expires_ms": Batch.expires_ms + later_ms,

@@ -17,6 +17,7 @@ from batchsvc.stack.datadir import DataDir, InUseError
 
 if TYPE_CHECKING:
     from batchsvc.backup.restoring import Restored
+    from batchsvc.backup.vault import Vault
     from batchsvc.settings import Settings
 
 _PATIENCE_S = 300.0  # another command's stack may be pulling a model
@@ -108,7 +109,7 @@ def restore(
 
     All of the backup is checked before anything is changed. Batches go on when the stack starts.
     """
-    from batchsvc.backup.restoring import check_source, check_target
+    from batchsvc.backup.restoring import check_bucket, check_database, check_source
     from batchsvc.backup.restoring import restore as put_back
     from batchsvc.backup.vault import Vault
     from batchsvc.sealing import Seals
@@ -122,8 +123,9 @@ def restore(
     manifest = vault.manifest(name)
     with _target(data_dir, from_env=from_env) as place:
         store = ObjectStore(place.settings)
-        check_target(manifest, place.settings, store, overwrite=overwrite)
+        check_database(manifest, place.settings, overwrite=overwrite)
         saved = check_source(vault, manifest, console.say)
+        check_bucket(saved, store, overwrite=overwrite)
         secrets = vault.secrets(manifest)
         secret_key = place.settings.secret_key
         if place.directory is not None:
@@ -164,10 +166,7 @@ def _tell(console: Console, restored: Restored, name: str, directory: DataDir | 
         )
 
 
-def _list(vault: object, console: Console) -> None:
-    from batchsvc.backup.vault import Vault
-
-    assert isinstance(vault, Vault), "a vault was opened"
+def _list(vault: Vault, console: Console) -> None:
     manifests = [vault.manifest(name) for name in vault.finished()]
     console.result({"backups": [asdict(one) for one in manifests], "unfinished": vault.unfinished()})
     rows = [

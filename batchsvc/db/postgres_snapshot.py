@@ -60,9 +60,9 @@ def load_tables(database_url: str, revision: str, files: list[SnapshotFile]) -> 
     migrate.upgrade_to(database_url, revision)
     with _working(database_url) as connection:
         names = [str(file.table) for file in files]
+        for name in names:
+            _switch_triggers(connection, name, "DISABLE")
         connection.execute(text("TRUNCATE " + ", ".join(map(_quoted, names))))
-        for file in files:
-            _switch_triggers(connection, str(file.table), "DISABLE")
         for file in files:
             columns = ", ".join(map(_quoted, file.columns))
             with _cursor(connection).copy(f"COPY {_quoted(str(file.table))} ({columns}) FROM STDIN") as copy:

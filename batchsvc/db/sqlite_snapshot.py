@@ -80,11 +80,11 @@ def is_in_use(database_url: str) -> bool:
             before = probe.execute("PRAGMA journal_mode").fetchone()[0]
             if before != "wal":
                 return False
-            probe.execute("PRAGMA journal_mode=DELETE")
+            after = probe.execute("PRAGMA journal_mode=DELETE").fetchone()[0]
             probe.execute("PRAGMA journal_mode=WAL")
         except sqlite3.OperationalError:
             return True
-    return False
+    return bool(after != "delete")
 
 
 def path_of(database_url: str) -> Path:

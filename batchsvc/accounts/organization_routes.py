@@ -40,7 +40,7 @@ def list_projects(_admin: AdminDep, context: ContextDep, page: Page, include_arc
 @router.post("/projects")
 def create_project(admin: AdminDep, context: ContextDep, body: CreateProject) -> dict[str, Any]:
     """A new project."""
-    return context.db.run(lambda session: organization.create_project(session, admin.actor, body))
+    return context.db.once(lambda session: organization.create_project(session, admin.actor, body))
 
 
 @router.get(_PROJECT)
@@ -53,13 +53,13 @@ def retrieve_project(_admin: AdminDep, context: ContextDep, project_id: str) -> 
 @router.post(_PROJECT)
 def rename_project(admin: AdminDep, context: ContextDep, project_id: str, body: RenameProject) -> dict[str, Any]:
     """Another name for a project."""
-    return context.db.run(lambda session: organization.rename_project(session, admin.actor, project_id, body))
+    return context.db.once(lambda session: organization.rename_project(session, admin.actor, project_id, body))
 
 
 @router.post(_PROJECT + "/archive")
 def archive_project(admin: AdminDep, context: ContextDep, project_id: str) -> dict[str, Any]:
     """End a project: its keys are refused, and batches that it has run to their end."""
-    return context.db.run(lambda session: organization.archive_project(session, admin.actor, project_id))
+    return context.db.once(lambda session: organization.archive_project(session, admin.actor, project_id))
 
 
 @router.get(_PROJECT + "/api_keys")
@@ -87,13 +87,13 @@ def change_key(
     admin: AdminDep, context: ContextDep, project_id: str, api_key_id: str, body: ChangeKey
 ) -> dict[str, Any]:
     """Other scopes or another expiry for a key."""
-    return context.db.run(lambda session: organization.change_key(session, admin.actor, project_id, api_key_id, body))
+    return context.db.once(lambda session: organization.change_key(session, admin.actor, project_id, api_key_id, body))
 
 
 @router.delete(_KEY)
 def delete_key(admin: AdminDep, context: ContextDep, project_id: str, api_key_id: str) -> dict[str, Any]:
     """End a key at once."""
-    return context.db.run(lambda session: organization.delete_key(session, admin.actor, project_id, api_key_id))
+    return context.db.once(lambda session: organization.delete_key(session, admin.actor, project_id, api_key_id))
 
 
 @router.get(_PROJECT + "/service_accounts")
@@ -106,7 +106,7 @@ def list_accounts(_admin: AdminDep, context: ContextDep, page: Page, project_id:
 @router.post(_PROJECT + "/service_accounts")
 def create_account(admin: AdminDep, context: ContextDep, project_id: str, body: CreateServiceAccount) -> dict[str, Any]:
     """A new service account, with a key whose text is shown this once."""
-    return context.db.run(lambda session: organization.create_account(session, admin.actor, project_id, body))
+    return context.db.once(lambda session: organization.create_account(session, admin.actor, project_id, body))
 
 
 @router.get(_ACCOUNT)
@@ -121,7 +121,7 @@ def change_account(
     admin: AdminDep, context: ContextDep, project_id: str, service_account_id: str, body: ChangeServiceAccount
 ) -> dict[str, Any]:
     """Another name or role for a service account."""
-    return context.db.run(
+    return context.db.once(
         lambda session: organization.change_account(session, admin.actor, project_id, service_account_id, body)
     )
 
@@ -129,7 +129,7 @@ def change_account(
 @router.delete(_ACCOUNT)
 def delete_account(admin: AdminDep, context: ContextDep, project_id: str, service_account_id: str) -> dict[str, Any]:
     """End a service account and all of its keys at once."""
-    return context.db.run(
+    return context.db.once(
         lambda session: organization.delete_account(session, admin.actor, project_id, service_account_id)
     )
 
@@ -139,7 +139,7 @@ def create_account_key(
     admin: AdminDep, context: ContextDep, project_id: str, service_account_id: str, body: CreateServiceAccountKey
 ) -> dict[str, Any]:
     """Another key of a service account; `value` is its text, shown this once."""
-    return context.db.run(
+    return context.db.once(
         lambda session: organization.create_account_key(session, admin.actor, project_id, service_account_id, body)
     )
 
@@ -157,7 +157,7 @@ def change_limits(
 ) -> dict[str, Any]:
     """Other limits for a project."""
     default = default_limits(context.settings)
-    return context.db.run(
+    return context.db.once(
         lambda session: organization.change_limits(session, admin.actor, project_id, rate_limit_id, body, default)
     )
 
@@ -172,7 +172,7 @@ def list_admin_keys(_admin: AdminDep, context: ContextDep, page: Page) -> dict[s
 @router.post("/admin_api_keys")
 def create_admin_key(admin: AdminDep, context: ContextDep, body: CreateAdminKey) -> dict[str, Any]:
     """A new admin key, in the project of the key that asks; `value` is its text, shown this once."""
-    return context.db.run(lambda session: organization.create_admin_key(session, admin.actor, admin.project_id, body))
+    return context.db.once(lambda session: organization.create_admin_key(session, admin.actor, admin.project_id, body))
 
 
 @router.get(_ADMIN_KEY)
@@ -185,4 +185,4 @@ def retrieve_admin_key(_admin: AdminDep, context: ContextDep, key_id: str) -> di
 @router.delete(_ADMIN_KEY)
 def delete_admin_key(admin: AdminDep, context: ContextDep, key_id: str) -> dict[str, Any]:
     """End an admin key at once; not the one that asks."""
-    return context.db.run(lambda session: organization.delete_admin_key(session, admin.actor, key_id))
+    return context.db.once(lambda session: organization.delete_admin_key(session, admin.actor, key_id))

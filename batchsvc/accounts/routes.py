@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from batchsvc.accounts import administration, key_administration, service
+from batchsvc.accounts import administration, keys_api, service
 from batchsvc.accounts.caller import AdminDep
 from batchsvc.accounts.schemas import (
     ChangeKeyAndLimits,
@@ -24,20 +24,8 @@ router = APIRouter(prefix="/v1/admin")
 @router.post("/keys")
 def create_key(admin: AdminDep, context: ContextDep, body: CreateKey) -> dict[str, Any]:
     """A new key; the field `key` holds its text this once."""
-    with context.db.transaction() as session:
-        project_id = admin.project_id
-        if body.project is not None:
-            project_id = administration.project_of(session, admin.actor, body.project)
-        row, text = key_administration.create_key(
-            session,
-            admin.actor,
-            project_id,
-            body.name,
-            is_admin=body.is_admin,
-            wanted=body.scopes,
-            expires_in_s=body.expires_in_seconds,
-        )
-        return {**key_object(row), "key": text}
+    own = admin.project_id
+    return context.db.once(lambda session: keys_api.create(session, admin.actor, body, own_project_id=own))
 
 
 @router.get("/keys")
@@ -50,26 +38,19 @@ def list_keys(_admin: AdminDep, context: ContextDep) -> dict[str, Any]:
 @router.post("/keys/{key_id}")
 def change_key(admin: AdminDep, context: ContextDep, key_id: str, body: ChangeKeyAndLimits) -> dict[str, Any]:
     """Change the scopes, the expiry or the limits of a key that works."""
-    with context.db.transaction() as session:
-        row = key_administration.get_key(session, key_id)
-        changes = body.model_dump(exclude_unset=True)
-        return key_object(key_administration.change_key(session, admin.actor, row, changes))
+    return context.db.once(lambda session: keys_api.change(session, admin.actor, key_id, body))
 
 
 @router.post("/keys/{key_id}/rotate")
 def rotate_key(admin: AdminDep, context: ContextDep, key_id: str, body: RotateKey) -> dict[str, Any]:
     """A successor of a key, whose text is in `key` this once; the old key works on for the overlap."""
-    with context.db.transaction() as session:
-        old = key_administration.get_key(session, key_id)
-        row, text = key_administration.rotate_key(session, admin.actor, old, body.overlap_seconds)
-        return {**key_object(row), "key": text, "replaces": key_object(old)}
+    return context.db.once(lambda session: keys_api.rotate(session, admin.actor, key_id, body))
 
 
 @router.delete("/keys/{key_id}")
 def revoke_key(admin: AdminDep, context: ContextDep, key_id: str) -> dict[str, Any]:
     """End a key at once. Its row stays, because bills name it."""
-    with context.db.transaction() as session:
-        return key_object(key_administration.revoke_key(session, admin.actor, key_id))
+    return context.db.once(lambda session: keys_api.revoke(session, admin.actor, key_id))
 
 
 @router.get("/projects")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -58,15 +57,6 @@ def project_of(session: Session, project: str) -> str:
         return project
     found = queries.project_named(session, project) or create_project(session, project)
     return found.id
-
-
-def change_project(session: Session, project: str, changes: Mapping[str, Any]) -> Project:
-    """Change the weight, the quota or the limits of a project that is given by id or by name."""
-    row = existing_project(session, project)
-    for field, value in changes.items():
-        setattr(row, field, value)
-    session.flush()
-    return row
 
 
 def existing_project(session: Session, project: str) -> Project:

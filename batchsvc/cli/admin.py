@@ -18,7 +18,6 @@ from batchsvc.stack.launch import wait_until_usable
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from batchsvc.batches.tables import Batch
     from batchsvc.billing.usage import Kind
     from batchsvc.cli.client import Client
     from batchsvc.cli.options import AdminOptions
@@ -27,21 +26,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATIENCE_S = 300.0
-_RENEW_S = 5.0  # the setting's default; only what a shown batch waits for depends on it
 
 
 class Admin(Protocol):
     """What an operator can do. Every method raises ServiceError or CommandError with one sentence."""
 
-    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]: ...
     def list_keys(self) -> dict[str, Any]: ...
-    def revoke_key(self, key_id: str) -> dict[str, Any]: ...
     def add_model(self, model: dict[str, Any]) -> dict[str, Any]: ...
     def alias(self, name: str, target: str) -> dict[str, Any]: ...
     def list_projects(self) -> dict[str, Any]: ...
     def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]: ...
-    def pause(self, batch_id: str) -> dict[str, Any]: ...
-    def resume(self, batch_id: str) -> dict[str, Any]: ...
     def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]: ...
 
 
@@ -99,14 +93,8 @@ class HttpAdmin:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
-        return self._client.post("/admin/keys", {"name": name, "project": project, "is_admin": is_admin})
-
     def list_keys(self) -> dict[str, Any]:
         return self._client.get("/admin/keys")
-
-    def revoke_key(self, key_id: str) -> dict[str, Any]:
-        return self._client.delete(f"/admin/keys/{key_id}")
 
     def add_model(self, model: dict[str, Any]) -> dict[str, Any]:
         return self._client.post("/admin/models", model)
@@ -120,12 +108,6 @@ class HttpAdmin:
     def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
         return self._client.post(f"/admin/projects/{quote(project, safe='')}", changes)
 
-    def pause(self, batch_id: str) -> dict[str, Any]:
-        return self._client.post(f"/admin/batches/{quote(batch_id, safe='')}/pause", {})
-
-    def resume(self, batch_id: str) -> dict[str, Any]:
-        return self._client.post(f"/admin/batches/{quote(batch_id, safe='')}/resume", {})
-
     def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:
         path = str(kind) if kind == "costs" else f"usage/{kind}"
         return self._client.get(f"/organization/{path}?{urlencode(arguments)}")
@@ -137,29 +119,12 @@ class DatabaseAdmin:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create_key(self, name: str, project: str | None, *, is_admin: bool) -> dict[str, Any]:
-        from batchsvc.accounts import service
-        from batchsvc.accounts.schemas import key_object
-        from batchsvc.stack.prepare import PROJECT
-
-        def make(session: Session) -> dict[str, Any]:
-            row, text = service.create_key(session, service.project_of(session, project or PROJECT), name, is_admin)
-            return {**key_object(row), "key": text}
-
-        return self._database.run(make)
-
     def list_keys(self) -> dict[str, Any]:
         from batchsvc.accounts import service
         from batchsvc.accounts.schemas import key_object
 
         with self._database.reading() as session:
             return {"object": "list", "data": [key_object(row) for row in service.list_keys(session)]}
-
-    def revoke_key(self, key_id: str) -> dict[str, Any]:
-        from batchsvc.accounts import service
-        from batchsvc.accounts.schemas import key_object
-
-        return self._database.run(lambda session: key_object(service.revoke_key(session, key_id)))
 
     def add_model(self, model: dict[str, Any]) -> dict[str, Any]:
         from batchsvc.batches import models
@@ -185,32 +150,20 @@ class DatabaseAdmin:
             return {"object": "list", "data": [project_object(row) for row in service.list_projects(session)]}
 
     def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.accounts import service
+        from batchsvc.accounts import administration
         from batchsvc.accounts.schemas import ChangeProject, project_object
+        from batchsvc.audit.actor import at_command_line
 
         checked = ChangeProject(**changes).model_dump(exclude_unset=True)
-        return self._database.run(lambda session: project_object(service.change_project(session, project, checked)))
-
-    def pause(self, batch_id: str) -> dict[str, Any]:
-        from batchsvc.batches import poison_queries
-
-        return self._changed_batch(lambda session: poison_queries.pause(session, batch_id, "by the operator"))
-
-    def resume(self, batch_id: str) -> dict[str, Any]:
-        from batchsvc.batches import poison_queries
-
-        return self._changed_batch(lambda session: poison_queries.resume(session, batch_id))
+        return self._database.run(
+            lambda session: project_object(administration.change_project(session, at_command_line(), project, checked))
+        )
 
     def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:
         from batchsvc.billing import usage_service
 
         with self._database.reading() as session:
             return usage_service.answer(session, kind, arguments)
-
-    def _changed_batch(self, change: Callable[[Session], Batch]) -> dict[str, Any]:
-        from batchsvc.batches import service
-
-        return self._database.run(lambda session: service.show(session, [change(session)], _RENEW_S)[0])
 
 
 def _database_of(directory: DataDir) -> Database:

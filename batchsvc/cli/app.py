@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from batchsvc.cli import (
+    admin_keys,
     again,
     alerts,
     batches,
@@ -14,23 +15,28 @@ from batchsvc.cli import (
     config,
     db,
     deletion,
+    deploy,
     doctor,
     invoice,
     jobs,
     keys,
     lifecycle,
+    limits,
     models,
     movements,
     operate,
     prices,
+    projects,
     quarantine,
     serve,
+    service_accounts,
     statement,
     stores,
     usage,
     webhooks,
     workers,
 )
+from batchsvc.cli.audit import audit
 from batchsvc.cli.backup import backup, restore
 from batchsvc.cli.exits import help_table
 from batchsvc.cli.explain import explain
@@ -105,13 +111,19 @@ app.command()(serve.serve)
 app.command()(serve.migrate)
 app.add_typer(db.app, name="db")
 app.add_typer(models.app, name="models")
+app.add_typer(projects.app, name="projects")
 app.add_typer(keys.app, name="keys")
+app.add_typer(service_accounts.app, name="service-accounts")
+app.add_typer(admin_keys.app, name="admin-keys")
+app.add_typer(limits.app, name="limits")
+app.command()(audit)
 operate.app.add_typer(stores.app, name="stores")
 operate.app.command("delete")(deletion.delete_any)
 operate.app.command()(deletion.retention)
 app.add_typer(operate.app, name="admin")
 app.add_typer(invoice.app, name="invoice")
 app.add_typer(config.app, name="config")
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(prices.app, name="prices")
 app.add_typer(batches.app, name="batches")
 app.add_typer(claims.app, name="claims")

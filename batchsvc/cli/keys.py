@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli.admin import opened_admin
+from batchsvc.cli.amounts import seconds, seconds_or_never
+from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import AdminOptions, grouped
+from batchsvc.cli.organization import opened_organization
 from batchsvc.cli.outcome import local_time
 
-app = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="API keys: create, list, change, rotate, revoke.", rich_markup_mode=None)
+
+KeyArgument = Annotated[str, typer.Argument(metavar="ID", help="The key's id, from `keys list`.")]
+ScopeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scope",
+        metavar="S",
+        help="What it may do: read-only, or files, batches, calls, usage, models, webhooks, each with :read if it may "
+        "only read; again for more. Default: everything.",
+    ),
+]
+ExpiresOption = Annotated[str | None, typer.Option("--expires", metavar="D", help="After how long, such as 90d.")]
 
 
 @app.command()
@@ -22,12 +36,17 @@ def create(
         str | None, typer.Option("--project", metavar="P", help="Its project (a name is made on first use).")
     ] = None,
     is_admin: Annotated[bool, typer.Option("--admin", help="A key that may also manage keys and models.")] = False,
+    scope: ScopeOption = None,
+    expires: ExpiresOption = None,
     server: AdminOptions,
 ) -> None:
     """Make a key. Its text is shown this once; the service keeps a hash."""
     console = server.console
-    with opened_admin(server) as admin:
-        made = admin.create_key(name, project, is_admin=is_admin)
+    body: dict[str, Any] = {"name": name, "project": project, "is_admin": is_admin, "scopes": scope or []}
+    if expires is not None:
+        body["expires_in_seconds"] = seconds("--expires", expires)
+    with opened_organization(server) as organization:
+        made = organization.create_key(body)
     console.out(made["key"])
     console.result(made)
 
@@ -39,30 +58,85 @@ def list_keys(
 ) -> None:
     """List keys, without their texts."""
     console = server.console
-    with opened_admin(server) as admin:
-        page = admin.list_keys()
-    console.result(page)
+    with opened_organization(server) as organization:
+        found = organization.api_keys()
+    console.result({"object": "list", "data": found})
     rows = [
         {
             **row,
             "admin": "yes" if row["is_admin"] else "",
+            "scopes": " ".join(row["scopes"]) or "all",
             "created": local_time(row["created_at"]),
-            "revoked": local_time(row["revoked_at"]) if row["revoked_at"] else "",
+            "last used": _time(row["last_used_at"]),
+            "expires": _time(row["expires_at"]),
+            "revoked": _time(row["revoked_at"]),
         }
-        for row in page["data"]
+        for row in found
     ]
-    console.table(rows, ("id", "name", "project_id", "admin", "created", "revoked"))
+    columns = ("id", "name", "project_id", "admin", "scopes", "created", "last used", "expires", "revoked")
+    console.table(rows, columns)
+
+
+@app.command()
+@grouped
+def update(
+    *,
+    key_id: KeyArgument,
+    scope: ScopeOption = None,
+    all_scopes: Annotated[bool, typer.Option("--all-scopes", help="Take its restrictions away.")] = False,
+    expires: Annotated[
+        str | None, typer.Option("--expires", metavar="D", help="After how long from now, such as 90d; or never.")
+    ] = None,
+    server: AdminOptions,
+) -> None:
+    """Change what a key may do, or until when; at once."""
+    if scope and all_scopes:
+        raise CommandError("--scope and --all-scopes exclude each other.", Exit.USAGE)
+    body: dict[str, Any] = {"scopes": scope or []} if scope or all_scopes else {}
+    if expires is not None:
+        body["expires_in_seconds"] = seconds_or_never("--expires", expires)
+    if not body:
+        raise CommandError("Name what to change: --scope, --all-scopes or --expires.", Exit.USAGE)
+    with opened_organization(server) as organization:
+        row = organization.change_key(key_id, body)
+    until = f"until {local_time(row['expires_at'])}" if row["expires_at"] else "without an end"
+    server.console.out(f"{row['id']} ({row['name']}) may do {' '.join(row['scopes']) or 'everything'}, {until}.")
+    server.console.result(row)
+
+
+@app.command()
+@grouped
+def rotate(
+    *,
+    key_id: KeyArgument,
+    overlap: Annotated[
+        str, typer.Option("--overlap", metavar="D", help="How long the old key works on, such as 30m; 0s: no more.")
+    ] = "24h",
+    server: AdminOptions,
+) -> None:
+    """Make a key that may do what this one may; this one works on for the overlap."""
+    console = server.console
+    body = {"overlap_seconds": seconds("--overlap", overlap)}
+    with opened_organization(server) as organization:
+        made = organization.rotate_key(key_id, body)
+    console.out(made["key"])
+    console.say(f"{key_id} works until {local_time(made['replaces']['expires_at'])}; {made['id']} replaces it.")
+    console.result(made)
 
 
 @app.command()
 @grouped
 def revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, from `keys list`.")],
+    key_id: KeyArgument,
     server: AdminOptions,
 ) -> None:
     """End a key at once."""
     console = server.console
-    with opened_admin(server) as admin:
-        ended = admin.revoke_key(key_id)
+    with opened_organization(server) as organization:
+        ended = organization.revoke_key(key_id)
     console.out(f"{ended['id']} ({ended['name']}) is revoked.")
     console.result(ended)
+
+
+def _time(moment_s: int | None) -> str:
+    return "" if moment_s is None else local_time(moment_s)

@@ -70,7 +70,7 @@ class OperationMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "batchsvc_unreconciled_nanos",
-            "Nano-dollars by which their amounts differ, added up without signs.",
+            "Nano-dollars by which amounts differ: the most of each batch, added up.",
             value=audits.unreconciled_nanos,
         )
 

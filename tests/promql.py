@@ -36,24 +36,29 @@ _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass
 class Prometheus:
-    """Samples by series: name and labels, the name as `__name__`."""
+    """Samples by series: name and labels, the name as `__name__`. None marks a series that its target shows no more."""
 
-    series: dict[Labels, list[tuple[float, float]]] = field(default_factory=dict)
+    series: dict[Labels, list[tuple[float, float | None]]] = field(default_factory=dict)
 
     def take(self, text: str | None, at_s: float, **target: str) -> None:
         """A scrape at this time; None: the target didn't answer. `target` are its labels, as `job` and `instance`."""
-        self._add({"__name__": "up", **target}, at_s, float(text is not None))
+        seen = {self._add({"__name__": "up", **target}, at_s, float(text is not None))}
         for family in text_string_to_metric_families(text or ""):
             for sample in family.samples:
-                self._add({"__name__": sample.name, **sample.labels, **target}, at_s, sample.value)
+                seen.add(self._add({"__name__": sample.name, **sample.labels, **target}, at_s, sample.value))
+        for labels in self.series.keys() - seen:
+            if target.items() <= dict(labels).items():
+                self.series[labels].append((at_s, None))
 
     def query(self, expr: str, at_s: float) -> Vector:
         """What an expression gives at a time; empty means that an alert with it doesn't fire."""
         value = self._value(promql.parse(expr), at_s)
         return value if isinstance(value, dict) else {frozenset(): value}
 
-    def _add(self, labels: Mapping[str, str], at_s: float, value: float) -> None:
-        self.series.setdefault(frozenset(labels.items()), []).append((at_s, value))
+    def _add(self, labels: Mapping[str, str], at_s: float, value: float) -> Labels:
+        key = frozenset(labels.items())
+        self.series.setdefault(key, []).append((at_s, value))
+        return key
 
     def _value(self, node: Any, at_s: float) -> Value:
         match type(node).__name__:
@@ -76,7 +81,7 @@ class Prometheus:
             case kind:
                 raise NotImplementedError(kind)
 
-    def _selected(self, selector: Any) -> Iterator[tuple[Labels, list[tuple[float, float]]]]:
+    def _selected(self, selector: Any) -> Iterator[tuple[Labels, list[tuple[float, float | None]]]]:
         for labels, samples in self.series.items():
             own = dict(labels)
             if own["__name__"] == selector.name and all(
@@ -93,7 +98,9 @@ class Prometheus:
         range_s = matrix.range.total_seconds()
         divisor = range_s if node.func.name == "rate" else 1.0
         grown = {
-            _unnamed(labels): _growth([value for at, value in samples if at_s - range_s <= at <= at_s])
+            _unnamed(labels): _growth(
+                [value for at, value in samples if value is not None and at_s - range_s <= at <= at_s]
+            )
             for labels, samples in self._selected(matrix.vector_selector)
         }
         return {labels: value / divisor for labels, value in grown.items() if value is not None}
@@ -178,7 +185,7 @@ def _unnamed(labels: Labels) -> Labels:
     return frozenset(pair for pair in labels if pair[0] != "__name__")
 
 
-def _last(samples: list[tuple[float, float]], since_s: float, until_s: float) -> float | None:
+def _last(samples: list[tuple[float, float | None]], since_s: float, until_s: float) -> float | None:
     found = [value for at_s, value in samples if since_s < at_s <= until_s]
     return found[-1] if found else None
 

@@ -45,7 +45,7 @@ class Report:
 
     differences: list[Difference] = field(default_factory=list)
     num_differences: int = 0
-    unreconciled_nanos: int = 0  # by how much amounts are off, added up without their signs
+    unreconciled_nanos: int = 0  # by how much the amount is off that is off most
     notes: list[str] = field(default_factory=list)
     batches: int = 0
     lines: int = 0
@@ -59,7 +59,7 @@ class Report:
         self.num_differences += 1
         if "nanos" in number or ("ledger" in place and number not in _NO_AMOUNTS):
             was, is_ = (value if isinstance(value, int) else 0 for value in (stored, added_up))
-            self.unreconciled_nanos += abs(was - is_)
+            self.unreconciled_nanos = max(self.unreconciled_nanos, abs(was - is_))
         if len(self.differences) < MOST_SHOWN:
             self.differences.append(Difference(place, number, stored, added_up))
 

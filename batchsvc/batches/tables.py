@@ -405,7 +405,7 @@ class Reconciliation(Base):
     batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"), primary_key=True)
     checked_ms: Mapped[Millis]
     num_differences: Mapped[Count]
-    unreconciled_nanos: Mapped[Nanos]  # how far amounts were off, all together
+    unreconciled_nanos: Mapped[Nanos]  # how far that amount was off which was off most
     first: Mapped[str | None] = mapped_column(String(500))  # the first difference, in words
 
 

@@ -108,6 +108,17 @@ def test_the_evaluator_of_these_tests(expr: str, expected: dict[str, float]) -> 
     assert {dict(labels).get("i", ""): value for labels, value in found.items()} == expected
 
 
+def test_a_series_that_its_target_shows_no_more_is_gone_at_once() -> None:
+    prometheus = Prometheus()
+    prometheus.take('x{i="a"} 3\nx{i="b"} 5\n', 10, instance="one")
+    prometheus.take('x{i="a"} 4\n', 20, instance="one")
+    prometheus.take('x{i="b"} 6\n', 20, instance="other")
+    assert sorted(prometheus.query("x", 21).values()) == [4, 6]
+    prometheus.take(None, 30, instance="one")
+    assert list(prometheus.query("x", 31).values()) == [6]
+    assert sorted(prometheus.query("up", 31).values()) == [0, 1]
+
+
 def test_the_evaluator_refuses_what_it_does_not_know() -> None:
     with pytest.raises(NotImplementedError):
         Prometheus().query("avg_over_time(x[5m])", 0)

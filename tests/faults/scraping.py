@@ -39,6 +39,10 @@ class Scraper:
                 texts[process.name] = text
         return texts
 
+    def sees(self, process: Process) -> None:
+        """Waits until a process answers scrapes."""
+        self.cluster.until(lambda: process.signals and self._get(process) is not None, f"{process.name} is seen")
+
     def firing(self, alert: str) -> Vector:
         """What the rule gives after one more scrape."""
         self.scrape()

@@ -196,7 +196,7 @@ def test_row_27_redis_is_gone(cluster: Cluster, tmp_path: Path) -> None:
 def test_row_39_the_store_fails(cluster: Cluster, scraper: Scraper) -> None:
     with s3_proxied(cluster) as proxy:
         cluster.serve()
-        worker = cluster.start("control")
+        scraper.sees(worker := cluster.start("control"))
         scraper.is_quiet("BatchsvcStoreDown")
         proxy.refuse()
         scraper.fires("BatchsvcStoreDown")
@@ -212,7 +212,7 @@ def test_row_49_the_database_is_away_or_silent(cluster: Cluster, scraper: Scrape
     """The scrape itself still answers, soon enough for a scraper, and says so."""
     with database_proxied(cluster) as proxy:
         cluster.serve()
-        worker = cluster.start("control")
+        scraper.sees(worker := cluster.start("control"))
         scraper.is_quiet("BatchsvcDatabaseDown")
         getattr(proxy, weather)()
         scraper.fires("BatchsvcDatabaseDown")
@@ -320,4 +320,4 @@ def test_row_43_damaged_results(cluster: Cluster, scraper: Scraper, judge: Judge
     scraper.wait_s(61 * 60)
     scraper.is_quiet("BatchsvcResultsDamaged")
     assert control.is_alive
-    judge(job)
+    judge(job, counts_may_fall=True)

@@ -94,6 +94,11 @@ def retire(session: Session, worker_id: str) -> None:
     session.execute(delete(Worker).where(Worker.id == worker_id))
 
 
+def retire_process(session: Session, host: str, pid: int) -> None:
+    """Forget a worker whose process is known to have ended, whatever it was called: nobody waits for it any more."""
+    session.execute(delete(Worker).where(Worker.id.startswith(f"{host}:{pid}:", autoescape=True)))
+
+
 def forget_dead(session: Session, silent_s: float) -> int:
     """Forget workers that were silent for `silent_s` and hold no unit any more. Returns how many."""
     holds = exists(select(Unit.id).where(Unit.owner == Worker.id, Unit.state == "leased"))

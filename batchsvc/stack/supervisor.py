@@ -297,11 +297,18 @@ class Supervisor:
             return worker_queries.is_beating(session, self._host, pid)
 
     def _free_leases(self, pid: int) -> None:
-        from batchsvc.batches import unit_queries
+        from sqlalchemy.orm import Session
+
+        from batchsvc.batches import unit_queries, worker_queries
+
+        def free(session: Session) -> int:
+            freed = unit_queries.free_owner(session, self._host, pid)
+            worker_queries.retire_process(session, self._host, pid)
+            return freed
 
         assert self._database is not None, "the database is opened before any engine starts"
         try:
-            freed = self._database.run(lambda session: unit_queries.free_owner(session, self._host, pid))
+            freed = self._database.run(free)
         except Exception as error:  # the reaper frees them later; the stack must go on
             self._say(f"the leases of pid {pid} could not be freed now ({error}); they run out by themselves")
             return

@@ -1,0 +1,105 @@
+"""An operator's verbs over HTTP: only with the admin key, as the commands do them, and audited under the key's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from batchsvc.audit.tables import AuditRow
+from batchsvc.batches import worker_queries
+from batchsvc.batches.worker_queries import Place
+from batchsvc.cli.client import Client
+from batchsvc.cli.exits import ApiError
+from batchsvc.cli.incidents import DatabaseIncidents, HttpIncidents
+from tests.contract.conftest import DIGEST, MODEL, Api
+from tests.contract.test_http import upload
+
+CALLS = [
+    ("GET", "/v1/admin/workers", None),
+    ("POST", "/v1/admin/workers/w/drain", {}),
+    ("POST", "/v1/admin/workers/w/undrain", {}),
+    ("GET", "/v1/admin/claims", None),
+    ("POST", "/v1/admin/claims/pause", {}),
+    ("POST", "/v1/admin/claims/resume", {}),
+    ("GET", "/v1/admin/batches/stuck", None),
+    ("GET", "/v1/admin/batches/b/why", None),
+    ("POST", "/v1/admin/batches/b/pause", {}),
+    ("POST", "/v1/admin/batches/b/resume", {}),
+    ("GET", "/v1/admin/quarantine", None),
+    ("POST", "/v1/admin/quarantine/b/release", {}),
+    ("GET", "/v1/admin/models/served_by", None),
+    ("POST", "/v1/admin/models/load", {"model": MODEL}),
+    ("POST", "/v1/admin/models/unload", {"model": MODEL}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CALLS, ids=lambda value: str(value))
+def test_a_projects_key_may_none_of_it(sqlite_api: Api, method: str, path: str, body: Any) -> None:
+    with sqlite_api.db.transaction() as session:
+        from batchsvc.accounts import service as accounts
+
+        key = accounts.create_key(session, accounts.create_project(session, "test").id, "test")[1]
+    answer = sqlite_api.call(method, path, key, json=body)
+    assert answer.status_code == 403, answer.text
+
+
+def test_both_twins_do_the_same(api: Api) -> None:
+    """Each verb over HTTP, its counterpart in the database, so that either ends what the other began."""
+    api.db.run(lambda s: worker_queries.register(s, "host:1:a", DIGEST, Place(name="gpu-1", models=(DIGEST,))))
+    file_id = upload(api).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch_id = api.call("POST", "/v1/batches", json=body).json()["id"]
+    with Client(f"{api.url}/v1", api.admin_key, is_local=True) as client:
+        http, database = HttpIncidents(client), DatabaseIncidents(api.db)
+        assert http.drain("gpu-1", "hot")["data"][0]["state"] == "drained"
+        assert database.workers()["data"][0]["drain_reason"] == http.workers()["data"][0]["drain_reason"] == "hot"
+        assert database.undrain("gpu-1")["data"][0]["drain_reason"] is None
+        assert database.pause_claims(MODEL, "slow") == http.claims()
+        assert http.resume_claims(MODEL)["data"] == database.claims()["data"] == []
+        assert http.pause_batch(batch_id, "odd")["pause_reason"] == "odd"
+        assert database.resume_batch(batch_id)["pause_reason"] is None
+        assert http.why(batch_id, 600)["status"] == database.why(batch_id, 600)["status"] == "validating"
+        assert http.stuck(600)["data"] == database.stuck(600)["data"]
+        assert http.quarantine(batch_id) == database.quarantine(batch_id) == {"object": "list", "data": []}
+        with pytest.raises(ApiError, match=r"Nothing of batch_.* is in quarantine"):
+            http.release(batch_id, [])
+        with pytest.raises(ApiError, match=r"Line 3 of batch_.* isn't in quarantine"):
+            http.release(batch_id, [3])
+        assert http.load_model(MODEL, "gpu-1")["served_by"] == ["gpu-1"] == database.served_by()[DIGEST]
+        with pytest.raises(ApiError, match="is the only model of the worker gpu-1"):
+            http.unload_model(MODEL, None)
+    key = next(row["id"] for row in _audited(api) if row["action"] == "worker.drained")
+    rows = {row["action"]: row["id"] for row in _audited(api)}
+    assert rows["batch.paused"] == rows["claims.resumed"] == rows["model.loaded"] == key
+    assert {rows["worker.undrained"], rows["claims.paused"], rows["batch.resumed"]} != {key}
+    api.db.run(lambda s: worker_queries.retire(s, "host:1:a"))
+
+
+def _audited(api: Api) -> list[dict[str, str]]:
+    with api.db.reading() as session:
+        rows = session.scalars(select(AuditRow).order_by(AuditRow.effective_ms)).all()
+        return [{"action": row.action, "id": row.actor_id} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/admin/workers/nobody/drain", {}, "There is no worker nobody"),
+        ("/v1/admin/workers/%00/drain", {}, ""),
+        ("/v1/admin/workers/gpu/drain", {"reason": "x" * 256}, "at most 255 characters"),
+        ("/v1/admin/claims/pause", {"model": "nope"}, "There is no model nope"),
+        ("/v1/admin/claims/pause", {"reason": "a\u0000b"}, "printable"),
+        ("/v1/admin/claims/pause", {"modle": "x"}, "modle"),
+        ("/v1/admin/claims/resume", {}, "aren't paused"),
+        ("/v1/admin/batches/batch_nope/pause", {}, "There is no batch batch_nope"),
+        ("/v1/admin/quarantine/batch_nope/release", {"lines": [0]}, "lines"),
+        ("/v1/admin/models/load", {"model": MODEL, "worker": "a\u0000"}, ""),
+        ("/v1/admin/models/load", {"model": "\u0000"}, "There is no model"),
+    ],
+)
+def test_bad_calls_say_what_is_wrong(api: Api, path: str, body: dict[str, Any], says: str) -> None:
+    answer = api.call("POST", path, api.admin_key, json=body)
+    assert answer.status_code in (400, 404), answer.text
+    assert says in answer.json()["error"]["message"]

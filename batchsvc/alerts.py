@@ -136,6 +136,13 @@ ALERTS = (
         says="A batch is paused by an operator, or because engines crashed with it; its deadline goes on.",
     ),
     Alert(
+        name="BatchsvcClaimsHeld",
+        expr="max by (kind) (batchsvc_claim_holds) > 0",
+        wait="30m",
+        severity="warning",
+        says="An operator's order that nothing new is claimed stands (kind: {{ $labels.kind }}).",
+    ),
+    Alert(
         name="BatchsvcErrorLines",
         expr=(
             'sum by (model) (increase(batchsvc_lines_total{outcome="error"}[30m])) '

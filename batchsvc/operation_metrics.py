@@ -59,6 +59,14 @@ class OperationMetrics(Collector):
         paused = GaugeMetricFamily("batchsvc_batches_paused", "Batches paused by an operator, or for their crashes.")
         paused.add_metric([], signal_queries.paused(session))
         yield paused
+        holds = GaugeMetricFamily(
+            "batchsvc_claim_holds",
+            "Orders of an operator that nothing new is claimed, by what they are about.",
+            labels=["kind"],
+        )
+        for kind, num in signal_queries.holds(session).items():
+            holds.add_metric([kind], num)
+        yield holds
         audits = reconcile_sample_queries.counts(session)
         yield CounterMetricFamily(
             "batchsvc_batches_reconciled", "Ended batches that the reaper has added up again.", value=audits.batches

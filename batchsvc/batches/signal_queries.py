@@ -10,9 +10,9 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from batchsvc.batches import claim_queries
+from batchsvc.batches import claim_queries, hold_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status
-from batchsvc.batches.tables import Batch, Export, Unit
+from batchsvc.batches.tables import Batch, ClaimHold, Export, Unit
 
 
 class Held(NamedTuple):
@@ -80,6 +80,16 @@ def paused(session: Session) -> int:
     unfinished = Batch.status.not_in(TERMINAL)
     stopped = and_(Batch.is_paused, or_(Batch.pause_reason.is_not(None), Batch.is_own_pause.is_(False)))
     return session.scalar(select(func.count()).where(unfinished, stopped)) or 0
+
+
+def holds(session: Session) -> dict[str, int]:
+    """How many orders there are that nothing new is claimed: by anybody, of a model, by a worker (hold_queries.py)."""
+    kinds = [target.partition(":")[0] for target in session.scalars(select(ClaimHold.target))]
+    return {
+        "everything": kinds.count(hold_queries.EVERYTHING),
+        "model": kinds.count("model"),
+        "worker": kinds.count("worker"),
+    }
 
 
 def oldest_export_ms(session: Session) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from batchsvc.batches.tables import Worker
 from batchsvc.cli import main
 from batchsvc.cli.top import rows, summary
 from batchsvc.clock import now_ms
-from batchsvc.engine_metrics import Growth, Series
+from batchsvc.engine_metrics import Growth, Series, of_worker
 from batchsvc.settings import Settings
 from tests.batchsvc.batches.door import DIGEST, MODEL, Door
 
@@ -38,7 +42,9 @@ def stats(**changes: Any) -> dict[str, Any]:
     def lane(factor: int) -> dict[str, Any]:
         times = {"bounds_s": [0.1, 1.0], "counts": [2 * factor, factor, 0], "sum_s": 0.5, "p50_s": 0.08, "p99_s": 1.5}
         counts = {"prompt_tokens": 100, "hit_tokens": 25, "computed_tokens": 100 * factor, "output_tokens": 10 * factor}
-        return {"running": factor, "waiting": 0, "output_tps": 2.5, **counts, "ttft": times, "gaps": times}
+        speeds = {"bounds_tps": [5.0, 50.0], "counts": [1, factor, 0], "sum_tps": 30.0, "p50_tps": 9.0, "p99_tps": 20.0}
+        shown = {"running": factor, "waiting": 0, "output_tps": 2.5, "ttft": times, "gaps": times, "speeds": speeds}
+        return shown | counts
 
     return {
         "units": 1,
@@ -48,6 +54,9 @@ def stats(**changes: Any) -> dict[str, Any]:
         "prompt_tokens": 200,
         "busy_ms": 1500,
         "busy_share": 0.97,
+        "buffered_bytes": 7,
+        "ended": {"ok": 9, "error": 1, "input_tokens": 90, "cached_tokens": 16, "output_tokens": 40},
+        "leases_lost": {"fenced": 2, "gone": 0},
         "lanes": {"interactive": lane(1), "batch": lane(3)},
         "step_times": {"bounds_s": [0.1, 1.0], "counts": [5, 1, 0], "sum_s": 1.5, "p50_s": 0.02, "p99_s": 0.4},
         **changes,
@@ -90,6 +99,54 @@ def test_metrics_add_up_the_workers_of_a_model(door: Door) -> None:
     assert found["batchsvc_kv_used_ratio", "", ""] == 0.75
     assert found["batchsvc_prefix_hit_ratio", "", ""] == 0.25
     assert found["batchsvc_engine_busy_seconds_total", "", ""] == 3
+
+
+@sqlite
+def test_lines_tokens_and_speeds_of_all_workers(door: Door) -> None:
+    client = door.client()
+    beat(door, "h:1:a", stats())
+    beat(door, "h:2:b", stats())
+    beat(door, "h:3:c", {})  # of an older version
+    text = client.get("/metrics").text
+    labels = f'model="{MODEL}",model_digest="{DIGEST}"'
+    for line in (
+        f'batchsvc_lines_total{{{labels},outcome="ok"}} 18.0',
+        f'batchsvc_lines_total{{{labels},outcome="error"}} 2.0',
+        f'batchsvc_line_tokens_total{{kind="input",{labels}}} 180.0',
+        f'batchsvc_line_tokens_total{{kind="output",{labels}}} 80.0',
+        f'batchsvc_answer_tokens_per_second_bucket{{lane="batch",le="50.0",{labels}}} 8.0',
+        f'batchsvc_answer_tokens_per_second_sum{{lane="batch",{labels}}} 60.0',
+    ):
+        assert line in text.splitlines(), line
+    assert "batchsvc_worker_" not in text, "a sum over processes counts nothing twice"
+
+
+def test_a_worker_shows_the_same_of_itself_under_names_of_its_own() -> None:
+    registry = CollectorRegistry()
+    registry.register(Own(stats()))
+    text = generate_latest(registry).decode()
+    assert not re.search(r"^batchsvc_(?!worker_)", text, re.MULTILINE)
+    labels = f'model="{MODEL}",model_digest="{DIGEST}"'
+    for line in (
+        "batchsvc_worker_units 1.0",
+        "batchsvc_worker_buffered_bytes 7.0",
+        'batchsvc_worker_leases_lost_total{outcome="fenced"} 2.0',
+        f"batchsvc_worker_kv_used_ratio{{{labels}}} 0.75",
+        f'batchsvc_worker_requests_running{{lane="batch",{labels}}} 3.0',
+        f'batchsvc_worker_ttft_seconds_count{{lane="batch",{labels}}} 9.0',
+        f'batchsvc_worker_lines_total{{{labels},outcome="error"}} 1.0',
+    ):
+        assert line in text.splitlines(), line
+
+
+class Own(Collector):
+    """A worker that says this of itself."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self._said = said
+
+    def collect(self) -> Iterator[Metric]:
+        return of_worker(self._said, (MODEL, DIGEST))
 
 
 @sqlite

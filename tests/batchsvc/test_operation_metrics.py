@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from batchsvc import ids
-from batchsvc.batches import tally_queries
+from batchsvc.batches import hold_queries, tally_queries
 from batchsvc.batches.tables import Export, Unit
 from batchsvc.clock import now_ms
 from batchsvc.settings import Settings
@@ -155,6 +155,14 @@ def test_paused_batches_are_those_that_an_operator_has_to_think_of(door: Door) -
     ):
         door.set(batch_id, **change)
         assert Shown(client)("batches_paused") == count, change
+
+
+def test_orders_that_nothing_is_claimed_are_seen(door: Door) -> None:
+    client = door.client()
+    assert [Shown(client)("claim_holds", kind=kind) for kind in ("everything", "model", "worker")] == [0, 0, 0]
+    for target in (hold_queries.EVERYTHING, hold_queries.MODEL + DIGEST, hold_queries.WORKER + "a", "worker:b:1"):
+        door.db.run(lambda session, target=target: hold_queries.hold(session, target, "r"))
+    assert [Shown(client)("claim_holds", kind=kind) for kind in ("everything", "model", "worker")] == [1, 1, 2]
 
 
 def test_tallies_grow_and_say_when(door: Door) -> None:

@@ -50,7 +50,7 @@ CLOSED = {
         "fenced",
         "gone",
     },
-    "kind": {"input", "cached", "output"},
+    "kind": {"input", "cached", "output", "everything", "model", "worker"},
     "part": {"database", "store", "redis", "control", "engine"},
     "task": {"batch.plan", "batch.finalize", "quote.plan", "unit.run"},
     "le": None,

@@ -27,13 +27,14 @@ def defaults(session: Session, project_id: str) -> RetentionDefault | None:
 
 def set_defaults(session: Session, project_id: str, **lives_s: int | None) -> RetentionDefault:
     """Set `input_life_s` or `output_life_s` (seconds; None: the setting's again); what isn't named stays."""
+    now = database_now_ms(session)
     row = session.get(RetentionDefault, project_id, with_for_update=True, populate_existing=True)
     if row is None:
-        row = RetentionDefault(project_id=project_id)
+        row = RetentionDefault(project_id=project_id, updated_ms=now)
         session.add(row)
     for name, seconds in lives_s.items():
         setattr(row, name, seconds)
-    row.updated_ms = database_now_ms(session)
+    row.updated_ms = now
     session.flush()
     return row
 

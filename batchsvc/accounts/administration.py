@@ -34,7 +34,9 @@ def project_of(session: Session, actor: Actor, project: str) -> str:
     """The id of a project that is given by id or by name; a name is made on first use."""
     if project.startswith("proj_"):
         return project
-    found = service.project_named(session, project) or create_project(session, actor, project)
+    found = service.project_named(session, project)
+    if found is None or found.archived_ms is not None:
+        found = create_project(session, actor, project)
     return found.id
 
 

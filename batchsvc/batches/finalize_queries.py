@@ -272,6 +272,7 @@ def publish(
             created_ms=now,
             expires_ms=now + life_s * 1000,
         )
+        row.api_key_id = batch.api_key_id
         if result.kind == "output":
             batch.output_file_id = row.id
         else:

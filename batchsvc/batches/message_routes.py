@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from batchsvc import ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.batches import inputs, line_set, message_intake, message_results, message_service, service, traces
 from batchsvc.batches.lifecycle import Status
@@ -23,6 +24,7 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch
 from batchsvc.batches.message_service import Results
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
+from batchsvc.files import stored_limit
 from batchsvc.files.tables import File
 from batchsvc.http.bodies import described
 from batchsvc.http.deps import Context, ContextDep
@@ -54,6 +56,7 @@ async def create_batch(
 
     def create(session: Session) -> dict[str, Any]:
         file = given.record(session, is_retry=repetition.is_retry)
+        stored_limit.count(session, caller, file, default_limits(context.settings))
         row = message_service.create(
             session,
             caller,

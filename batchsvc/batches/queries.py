@@ -119,6 +119,12 @@ def batches_by_status(session: Session) -> dict[str, int]:
     return _counts(session, select(Batch.status, func.count()).group_by(Batch.status))
 
 
+def num_open(session: Session, project_id: str, api_key_id: str | None, ended: Collection[str]) -> int:
+    """Batches of a project, or of one of its keys, whose status is none of these."""
+    found = select(func.count()).where(Batch.project_id == project_id, Batch.status.not_in(ended))
+    return session.scalar(found if api_key_id is None else found.where(Batch.api_key_id == api_key_id)) or 0
+
+
 def live_workers_by_model(session: Session, since_ms: int) -> dict[str, int]:
     """Number of workers that gave a sign of life since then, by the digest of their model."""
     alive = select(Worker.model_digest, func.count()).where(Worker.beat_ms >= since_ms, Worker.switching_to.is_(None))

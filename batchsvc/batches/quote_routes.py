@@ -13,12 +13,14 @@ from sqlalchemy.orm import Session
 from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import RepetitionDep
 from batchsvc.batches import inputs, quote_queries, quote_service
 from batchsvc.batches.quote_schemas import CreateQuote, quote_object
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.tables import Quote
 from batchsvc.batches.texts_here import text_here
+from batchsvc.files import stored_limit
 from batchsvc.http.deps import Context, ContextDep
 
 router = APIRouter(prefix="/v1")
@@ -38,6 +40,7 @@ def create_quote(
         call = body
         if given is not None:
             file = given.record(session, is_retry=repetition.is_retry)
+            stored_limit.count(session, caller, file, default_limits(context.settings))
             call = body.model_copy(update={"input_file_id": file.id})
         return {"id": quote_service.create_quote(session, caller, call, context.settings, quote_id=quote_id).id}
 

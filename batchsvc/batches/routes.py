@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from batchsvc import failpoints, ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.batches import inputs, service, traces
 from batchsvc.batches.estimate import Habits
@@ -22,6 +23,7 @@ from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
 from batchsvc.errors import InvalidRequestError
+from batchsvc.files import stored_limit
 from batchsvc.files.request_object import request_object
 from batchsvc.http.bodies import described, json_body
 from batchsvc.http.deps import Context, ContextDep
@@ -54,6 +56,7 @@ def create_batch(
         call = body
         if given is not None:
             file = given.record(session, is_retry=repetition.is_retry)
+            stored_limit.count(session, caller, file, default_limits(context.settings))
             call = body.model_copy(update={"input_file_id": file.id})
         row = service.create_batch(
             session, caller, call, context.settings, batch_id=batch_id, is_retry=repetition.is_retry

@@ -12,9 +12,20 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import RETRY_MS
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import absent, export_queries, outlook, poison_queries, queries, quote_terms, terms, waiting
+from batchsvc.batches import (
+    absent,
+    export_queries,
+    open_limit,
+    outlook,
+    poison_queries,
+    queries,
+    quote_terms,
+    terms,
+    waiting,
+)
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
 from batchsvc.batches.model_pins import BY_LINE
@@ -63,6 +74,7 @@ def create_batch(
         pins["models"] = {} if body.models == BY_LINE else None
     else:
         pins = quote_terms.pins(session, body, quote, file.sha256)
+    open_limit.check(session, caller, default_limits(settings))
     row = Batch(
         id=batch_id,
         project_id=caller.project_id,

@@ -134,3 +134,10 @@ def _one(project_id: str, file_id: str) -> Select[File]:
 
 def _is_there(now_ms: int) -> ColumnElement[bool]:
     return File.deleted_ms.is_(None) & or_(File.expires_ms.is_(None), File.expires_ms > now_ms)
+
+
+def stored_bytes(session: Session, project_id: str, api_key_id: str | None, now_ms: int) -> int:
+    """Bytes of the files that a project keeps, or of those that one of its keys brought."""
+    is_kept = (File.deleted_ms.is_(None), or_(File.expires_ms.is_(None), File.expires_ms > now_ms))
+    found = select(func.sum(File.size_bytes)).where(File.project_id == project_id, *is_kept)
+    return int(session.scalar(found if api_key_id is None else found.where(File.api_key_id == api_key_id)) or 0)

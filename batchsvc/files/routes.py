@@ -19,10 +19,11 @@ from starlette.concurrency import run_in_threadpool
 from batchsvc import failpoints, ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import Repetition, RepetitionDep
 from batchsvc.accounts.service import Caller
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
-from batchsvc.files import life_queries, service
+from batchsvc.files import life_queries, service, stored_limit
 from batchsvc.files.retention import LEAST_LIFE_S, MOST_LIFE_S
 from batchsvc.files.schemas import file_object
 from batchsvc.files.tables import File
@@ -31,7 +32,7 @@ from batchsvc.http.deps import Context, ContextDep
 from batchsvc.http.description import sends, takes_form
 from batchsvc.http.paging import PageArgs, page_args, page_object
 from batchsvc.http.ranges import UnsatisfiableRangeError, span
-from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink, check_length
+from batchsvc.http.uploads import Field, FileData, FileStart, Form, Stored, StoreSink, check_length, least_bytes
 from batchsvc.store import keys
 
 router = APIRouter(prefix="/v1/files")
@@ -53,7 +54,9 @@ async def create_file(
     file_id, began_ns = ids.file_id(), tracing.now_ns()
     key = keys.input_file(caller.project_id, file_id)
     form = Form(request.headers.get("content-type"))
-    check_length(request.headers.get("content-length"), context.settings.max_input_bytes)
+    length = request.headers.get("content-length")
+    check_length(length, context.settings.max_input_bytes)
+    await run_in_threadpool(_check_room, context, caller, least_bytes(length))
     sink = StoreSink(context.store, key, context.settings.max_input_bytes)
     try:
         filename, life_s = await _receive(request, form, sink)
@@ -179,26 +182,30 @@ class _Upload:
     life_s: int | None
 
 
+def _check_room(context: Context, caller: Caller, num_bytes: int) -> None:
+    with context.db.reading() as session:
+        stored_limit.check_room(session, caller, num_bytes, default_limits(context.settings))
+
+
 def _record(context: Context, caller: Caller, upload: _Upload, repetition: Repetition) -> dict[str, Any]:
     """Make the file known, or find the one that the same call has made before: then its bytes are here twice."""
     arguments = {"filename": upload.filename, "sha256": upload.stored.sha256, "life_s": upload.life_s}
 
     def add(session: Session) -> dict[str, Any]:
         setting_s = context.settings.file_ttl_s
-        return file_object(
-            service.add_upload(
-                session,
-                file_id=upload.file_id,
-                project_id=caller.project_id,
-                filename=upload.filename,
-                s3_key=upload.s3_key,
-                etag=upload.stored.etag,
-                sha256=upload.stored.sha256,
-                size_bytes=upload.stored.size_bytes,
-                life_s=life_queries.input_life_s(session, caller.project_id, upload.life_s, setting_s),
-                is_retry=repetition.is_retry,
-            )
+        row = service.add_upload(
+            session,
+            file_id=upload.file_id,
+            project_id=caller.project_id,
+            filename=upload.filename,
+            s3_key=upload.s3_key,
+            etag=upload.stored.etag,
+            sha256=upload.stored.sha256,
+            size_bytes=upload.stored.size_bytes,
+            life_s=life_queries.input_life_s(session, caller.project_id, upload.life_s, setting_s),
+            is_retry=repetition.is_retry,
         )
+        return file_object(stored_limit.count(session, caller, row, default_limits(context.settings)))
 
     try:
         shown = context.db.run(

@@ -14,9 +14,10 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from batchsvc import ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
+from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
 from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
-from batchsvc.files import life_queries
+from batchsvc.files import life_queries, stored_limit
 from batchsvc.files import service as files
 from batchsvc.files import upload_service as service
 from batchsvc.files.tables import Upload
@@ -43,6 +44,7 @@ def create_upload(
     upload_id, settings = ids.upload_id(), context.settings
 
     def create(session: Session) -> dict[str, Any]:
+        stored_limit.check_room(session, caller, body.bytes, default_limits(settings))
         asked_s = body.expires_after.seconds if body.expires_after else None
         row = service.create(
             session,
@@ -130,6 +132,8 @@ async def complete_upload(
 
     def record(session: Session) -> dict[str, Any]:
         row = service.complete(session, whole, file_id=file_id, s3_key=key, stored=stored, discard=context.discard)
+        if (file := files.find_stored(session, caller.project_id, row.file_id or "")) is not None:
+            stored_limit.count(session, caller, file, default_limits(context.settings))
         return _shown(session, row)
 
     try:

@@ -212,6 +212,11 @@ def check_length(header: str | None, max_bytes: int, what: str = "file", param: 
         raise _too_large(max_bytes, what, param)
 
 
+def least_bytes(header: str | None) -> int:
+    """The least that the file of a body of this Content-Length has; 0 of one that doesn't say its length."""
+    return max(0, int(header) - _MAX_FRAME_BYTES) if header and header.isdigit() else 0
+
+
 def check_size(size_bytes: int, max_bytes: int, what: str = "file", param: str = "file") -> None:
     """Refuse a file whose size is known and over the limit."""
     if size_bytes > max_bytes:

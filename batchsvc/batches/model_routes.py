@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep, CallerDep
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import models, queries, scaling_queries, worker_queries
+from batchsvc.batches import model_administration, models, queries, scaling_queries, worker_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateAlias, RegisterModel, demand_object, model_object
 from batchsvc.batches.tables import Model
@@ -58,13 +58,14 @@ def show_demand(
 
 
 @router.post("/admin/models")
-def register_model(_admin: AdminDep, context: ContextDep, body: RegisterModel) -> dict[str, Any]:
+def register_model(admin: AdminDep, context: ContextDep, body: RegisterModel) -> dict[str, Any]:
     """Make a model known, or update it."""
     with context.db.transaction() as session:
-        row = models.register(
+        row = model_administration.register(
             session,
+            admin.actor,
             body.name,
-            body.path,
+            path=body.path,
             digest=body.digest,
             context_tokens=body.context_tokens,
             weight_format=body.weight_format,
@@ -75,17 +76,17 @@ def register_model(_admin: AdminDep, context: ContextDep, body: RegisterModel) -
 
 
 @router.post("/admin/aliases")
-def create_alias(_admin: AdminDep, context: ContextDep, body: CreateAlias) -> dict[str, Any]:
+def create_alias(admin: AdminDep, context: ContextDep, body: CreateAlias) -> dict[str, Any]:
     """Let a name mean a model, from the next batch on."""
     with context.db.transaction() as session:
-        return _show(session, context, [models.alias(session, body.name, body.target)])[0]
+        return _show(session, context, [model_administration.alias(session, admin.actor, body.name, body.target)])[0]
 
 
 @router.delete("/admin/aliases/{name:path}")
-def delete_alias(_admin: AdminDep, context: ContextDep, name: str) -> dict[str, Any]:
+def delete_alias(admin: AdminDep, context: ContextDep, name: str) -> dict[str, Any]:
     """Forget an alias."""
     with context.db.transaction() as session:
-        models.unalias(session, name)
+        model_administration.unalias(session, admin.actor, name)
     return {"id": name, "object": "model", "deleted": True}
 
 

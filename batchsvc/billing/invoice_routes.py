@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
 from batchsvc.accounts.caller import AdminDep
+from batchsvc.billing import administration
 from batchsvc.billing import invoice_api as api
 from batchsvc.billing.invoice_api import Action, Format
 from batchsvc.billing.invoice_schemas import Change, ChangeParty, DraftInvoice
@@ -26,17 +27,17 @@ def party(_admin: AdminDep, context: ContextDep, project: str) -> dict[str, Any]
 
 
 @router.post("/projects/{project}/party")
-def change_party(_admin: AdminDep, context: ContextDep, project: str, body: ChangeParty) -> dict[str, Any]:
+def change_party(admin: AdminDep, context: ContextDep, project: str, body: ChangeParty) -> dict[str, Any]:
     """Say to whom a project is billed, and on which terms."""
     with context.db.transaction() as session:
-        return api.change_party(session, project, body)
+        return administration.change_party(session, admin.actor, project, body)
 
 
 @router.post("/invoices")
-def draft(_admin: AdminDep, context: ContextDep, body: DraftInvoice) -> dict[str, Any]:
+def draft(admin: AdminDep, context: ContextDep, body: DraftInvoice) -> dict[str, Any]:
     """Draft the invoice of a month; a draft that there was is replaced."""
     with context.db.transaction() as session:
-        return api.draft(session, context.settings, body)
+        return administration.draft(session, admin.actor, context.settings, body)
 
 
 @router.get("/invoices")
@@ -74,10 +75,10 @@ def content(
 
 
 @router.post("/invoices/{name}/{action}")
-def act(_admin: AdminDep, context: ContextDep, name: str, action: Action, body: Change) -> dict[str, Any]:
+def act(admin: AdminDep, context: ContextDep, name: str, action: Action, body: Change) -> dict[str, Any]:
     """Issue, pay, void, dispute or credit an invoice."""
     with context.db.transaction() as session:
-        return api.act(session, context.settings, name, action, body)
+        return administration.act(session, admin.actor, context.settings, name, action, body)
 
 
 @router.get("/projects/{project}/statement")

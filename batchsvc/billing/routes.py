@@ -7,6 +7,7 @@ from typing import Any, get_args
 from fastapi import APIRouter
 
 from batchsvc.accounts.caller import AdminDep
+from batchsvc.billing import administration
 from batchsvc.billing import money_api as api
 from batchsvc.billing.ledger import Movement
 from batchsvc.billing.schemas import ImportPrices, PostMovement, SetPrice
@@ -30,15 +31,15 @@ def show_version(_admin: AdminDep, context: ContextDep, version: str) -> dict[st
 
 
 @router.post("/prices")
-def import_prices(_admin: AdminDep, context: ContextDep, body: ImportPrices) -> dict[str, Any]:
+def import_prices(admin: AdminDep, context: ContextDep, body: ImportPrices) -> dict[str, Any]:
     """Add a version of the price book. The same one again changes nothing."""
-    return context.db.run(lambda session: api.import_prices(session, body))
+    return context.db.run(lambda session: administration.import_prices(session, admin.actor, body))
 
 
 @router.post("/prices/rows")
-def set_price(_admin: AdminDep, context: ContextDep, body: SetPrice) -> dict[str, Any]:
+def set_price(admin: AdminDep, context: ContextDep, body: SetPrice) -> dict[str, Any]:
     """Add a version that differs from the book in force by one row."""
-    return context.db.run(lambda session: api.set_price(session, body))
+    return context.db.run(lambda session: administration.set_price(session, admin.actor, body))
 
 
 @router.get("/projects/{project}/balance")
@@ -50,7 +51,7 @@ def balance(_admin: AdminDep, context: ContextDep, project: str) -> dict[str, An
 
 def _movement(kind: Movement) -> None:
     def post(admin: AdminDep, context: ContextDep, project: str, body: PostMovement) -> dict[str, Any]:
-        return context.db.run(lambda session: api.post(session, kind, project, body, actor=admin.api_key_id))
+        return context.db.run(lambda session: administration.post(session, admin.actor, kind, project, body))
 
     router.add_api_route(f"/projects/{{project}}/{kind}s", post, methods=["POST"], response_model=None)
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
 
+from batchsvc.audit.actor import at_command_line
+from batchsvc.cli.checked import checked
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.launch import wait_until_usable
@@ -127,17 +129,19 @@ class DatabaseAdmin:
             return {"object": "list", "data": [key_object(row) for row in service.list_keys(session)]}
 
     def add_model(self, model: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.batches import models
+        from batchsvc.batches import model_administration
         from batchsvc.batches.schemas import model_object
 
-        return self._database.run(lambda session: model_object(models.register(session, **model), None, {}))
+        return self._database.run(
+            lambda session: model_object(model_administration.register(session, at_command_line(), **model), None, {})
+        )
 
     def alias(self, name: str, target: str) -> dict[str, Any]:
-        from batchsvc.batches import models
+        from batchsvc.batches import model_administration, models
         from batchsvc.batches.schemas import model_object
 
         def point(session: Session) -> dict[str, Any]:
-            row = models.alias(session, name, target)
+            row = model_administration.alias(session, at_command_line(), name, target)
             return model_object(row, models.resolve(session, target, project_id=None), {})
 
         return self._database.run(point)
@@ -152,11 +156,10 @@ class DatabaseAdmin:
     def change_project(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
         from batchsvc.accounts import administration
         from batchsvc.accounts.schemas import ChangeProject, project_object
-        from batchsvc.audit.actor import at_command_line
 
-        checked = ChangeProject(**changes).model_dump(exclude_unset=True)
+        valid = checked(ChangeProject, changes).model_dump(exclude_unset=True)
         return self._database.run(
-            lambda session: project_object(administration.change_project(session, at_command_line(), project, checked))
+            lambda session: project_object(administration.change_project(session, at_command_line(), project, valid))
         )
 
     def organization(self, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:

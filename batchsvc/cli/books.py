@@ -10,6 +10,7 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
+from batchsvc.audit.actor import at_command_line
 from batchsvc.cli.admin import opened_way
 from batchsvc.cli.exits import CommandError
 
@@ -78,28 +79,32 @@ class DatabaseBooks:
         self._database = database
 
     def party(self, project: str, changes: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import invoice_api
+        from batchsvc.billing import administration, invoice_api
         from batchsvc.billing.invoice_schemas import ChangeParty
 
         if not changes:
             with self._database.reading() as session:
                 return invoice_api.party(session, project)
         body = _checked(ChangeParty, changes)
-        return self._database.run(lambda session: invoice_api.change_party(session, project, body))
+        return self._database.run(
+            lambda session: administration.change_party(session, at_command_line(), project, body)
+        )
 
     def draft(self, body: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import invoice_api
+        from batchsvc.billing import administration
         from batchsvc.billing.invoice_schemas import DraftInvoice
 
         settings, wanted = self._settings(), _checked(DraftInvoice, body)
-        return self._database.run(lambda session: invoice_api.draft(session, settings, wanted))
+        return self._database.run(lambda session: administration.draft(session, at_command_line(), settings, wanted))
 
     def act(self, name: str, action: Action, body: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import invoice_api
+        from batchsvc.billing import administration
         from batchsvc.billing.invoice_schemas import Change
 
         settings, change = self._settings(), _checked(Change, body)
-        return self._database.run(lambda session: invoice_api.act(session, settings, name, action, change))
+        return self._database.run(
+            lambda session: administration.act(session, at_command_line(), settings, name, action, change)
+        )
 
     def show(self, name: str) -> dict[str, Any]:
         from batchsvc.billing import invoice_api

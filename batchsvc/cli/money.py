@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
+from batchsvc.audit.actor import at_command_line
 from batchsvc.cli.admin import opened_way
 from batchsvc.cli.exits import CommandError, Exit
 
@@ -83,18 +84,18 @@ class DatabaseMoney:
             return money_api.book(session, version)
 
     def import_prices(self, body: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import money_api
+        from batchsvc.billing import administration
         from batchsvc.billing.schemas import ImportPrices
 
         checked = _checked(ImportPrices, body)
-        return self._database.run(lambda session: money_api.import_prices(session, checked))
+        return self._database.run(lambda session: administration.import_prices(session, at_command_line(), checked))
 
     def set_price(self, body: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import money_api
+        from batchsvc.billing import administration
         from batchsvc.billing.schemas import SetPrice
 
         checked = _checked(SetPrice, body)
-        return self._database.run(lambda session: money_api.set_price(session, checked))
+        return self._database.run(lambda session: administration.set_price(session, at_command_line(), checked))
 
     def balance(self, project: str) -> dict[str, Any]:
         from batchsvc.billing import money_api
@@ -103,11 +104,13 @@ class DatabaseMoney:
             return money_api.balance(session, project)
 
     def post(self, kind: Movement, project: str, body: dict[str, Any]) -> dict[str, Any]:
-        from batchsvc.billing import money_api
+        from batchsvc.billing import administration
         from batchsvc.billing.schemas import PostMovement
 
         checked = _checked(PostMovement, body)
-        return self._database.run(lambda session: money_api.post(session, kind, project, checked))
+        return self._database.run(
+            lambda session: administration.post(session, at_command_line(), kind, project, checked)
+        )
 
 
 def _checked(model: type[B], body: dict[str, Any]) -> B:

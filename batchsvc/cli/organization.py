@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
 
 from batchsvc.cli.admin import opened_way
-from batchsvc.cli.exits import CommandError, Exit
+from batchsvc.cli.checked import checked as valid
+from batchsvc.cli.exits import CommandError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from sqlalchemy.orm import Session
 
     from batchsvc.audit.actor import Actor
     from batchsvc.cli.client import Client
     from batchsvc.cli.options import AdminOptions
     from batchsvc.db.session import Database
-
-    B = TypeVar("B", bound=BaseModel)
 
 _PAGE, _MOST = 100, 10_000
 Body = Mapping[str, Any]
@@ -157,14 +155,14 @@ class DatabaseOrganization:
         from batchsvc.accounts import organization
         from batchsvc.accounts.organization_schemas import CreateProject
 
-        body = _checked(CreateProject, {"name": name})
+        body = valid(CreateProject, {"name": name})
         return self._run(lambda session: organization.create_project(session, self._actor, body))
 
     def rename_project(self, project: str, name: str) -> dict[str, Any]:
         from batchsvc.accounts import organization
         from batchsvc.accounts.organization_schemas import RenameProject
 
-        body = _checked(RenameProject, {"name": name})
+        body = valid(RenameProject, {"name": name})
         return self._run(lambda session: organization.rename_project(session, self._actor, _id(session, project), body))
 
     def archive_project(self, project: str) -> dict[str, Any]:
@@ -184,21 +182,21 @@ class DatabaseOrganization:
         from batchsvc.accounts.schemas import CreateKey
         from batchsvc.stack.prepare import PROJECT
 
-        checked = _checked(CreateKey, {**body, "project": body.get("project") or PROJECT})
+        checked = valid(CreateKey, {**body, "project": body.get("project") or PROJECT})
         return self._run(lambda session: keys_api.create(session, self._actor, checked, own_project_id=None))
 
     def change_key(self, key_id: str, body: Body) -> dict[str, Any]:
         from batchsvc.accounts import keys_api
         from batchsvc.accounts.schemas import ChangeKeyAndLimits
 
-        checked = _checked(ChangeKeyAndLimits, body)
+        checked = valid(ChangeKeyAndLimits, body)
         return self._run(lambda session: keys_api.change(session, self._actor, key_id, checked))
 
     def rotate_key(self, key_id: str, body: Body) -> dict[str, Any]:
         from batchsvc.accounts import keys_api
         from batchsvc.accounts.schemas import RotateKey
 
-        checked = _checked(RotateKey, body)
+        checked = valid(RotateKey, body)
         return self._run(lambda session: keys_api.rotate(session, self._actor, key_id, checked))
 
     def revoke_key(self, key_id: str) -> dict[str, Any]:
@@ -216,7 +214,7 @@ class DatabaseOrganization:
         from batchsvc.accounts import organization
         from batchsvc.accounts.organization_schemas import CreateServiceAccount
 
-        checked = _checked(CreateServiceAccount, body)
+        checked = valid(CreateServiceAccount, body)
         return self._run(
             lambda session: organization.create_account(session, self._actor, _id(session, project), checked)
         )
@@ -225,7 +223,7 @@ class DatabaseOrganization:
         from batchsvc.accounts import organization
         from batchsvc.accounts.organization_schemas import CreateServiceAccountKey
 
-        checked = _checked(CreateServiceAccountKey, body)
+        checked = valid(CreateServiceAccountKey, body)
         return self._run(
             lambda session: organization.create_account_key(
                 session, self._actor, _id(session, project), account_id, checked
@@ -250,7 +248,7 @@ class DatabaseOrganization:
         from batchsvc.accounts.organization_schemas import CreateAdminKey
         from batchsvc.stack.prepare import PROJECT
 
-        checked = _checked(CreateAdminKey, body)
+        checked = valid(CreateAdminKey, body)
 
         def create(session: Session) -> dict[str, Any]:
             project_id = administration.project_of(session, self._actor, PROJECT)
@@ -300,15 +298,3 @@ def _data(page: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _ms(seconds: Sequence[str] | None) -> int | None:
     return int(seconds[0]) * 1000 if seconds else None
-
-
-def _checked(model: type[B], body: Body) -> B:
-    """The body as the API would take it; the first thing that it would refuse, as a sentence."""
-    from pydantic import ValidationError
-
-    try:
-        return model.model_validate(dict(body))
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CommandError(f"{where}: {first['msg']}.", Exit.USAGE) from None

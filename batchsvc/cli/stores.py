@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import typer
 
+from batchsvc.audit.actor import at_command_line
 from batchsvc.cli.admin import opened_way
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import AdminOptions, ProjectArgument, grouped
@@ -108,7 +109,7 @@ class DatabaseStores:
     def register(self, body: dict[str, Any]) -> dict[str, Any]:
         from pydantic import ValidationError
 
-        from batchsvc.files import store_service
+        from batchsvc.files import store_administration
         from batchsvc.files.store_schemas import RegisterStore, store_object
 
         try:
@@ -116,7 +117,9 @@ class DatabaseStores:
         except ValidationError as error:
             problem = error.errors(include_input=False, include_url=False)[0]
             raise CommandError(f"Invalid '{problem['loc'][0]}': {problem['msg']}.", Exit.USAGE) from None
-        return self._database.run(lambda session: store_object(store_service.register(session, checked, self._own)))
+        return self._database.run(
+            lambda session: store_object(store_administration.register(session, at_command_line(), checked, self._own))
+        )
 
     def list_stores(self) -> dict[str, Any]:
         from batchsvc.files import store_service
@@ -126,10 +129,10 @@ class DatabaseStores:
             return {"object": "list", "data": [store_object(row) for row in store_service.list_stores(session)]}
 
     def remove(self, store_id: str) -> dict[str, Any]:
-        from batchsvc.files import store_service
+        from batchsvc.files import store_administration
         from batchsvc.files.store_schemas import deleted_object
 
-        self._database.run(lambda session: store_service.remove(session, store_id))
+        self._database.run(lambda session: store_administration.remove(session, at_command_line(), store_id))
         return deleted_object(store_id)
 
 

@@ -73,6 +73,7 @@ def _run_engine(settings: Settings, signals: Signals) -> int:
     if run.failure:
         sys.stderr.write(run.failure + "\n")
     if run.switcher is not None and run.switcher.baton is not None:
+        tracing.stop()  # what is buffered would not outlive the exec
         switching.hand_on(run.switcher.baton, unless=run.must_end)
     return code
 

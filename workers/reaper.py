@@ -55,6 +55,7 @@ from batchsvc.batches import (
 )
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.reconcile_run import Auditor
+from batchsvc.batches.traces import BatchTraces
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
@@ -105,6 +106,7 @@ class Reaper:
         self._quote = quote
         self._wake_senders = tuple(wake_senders)
         self._night = Night.from_settings(settings)
+        self._traces = BatchTraces(db)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
         self._audit_period_s = settings.garbage_grace_s / 4
@@ -230,6 +232,7 @@ class Reaper:
     def _deadlines(self) -> None:
         for batch_id in self._db.run(_expire_unplanned):
             log.info("batch.expired", batch=batch_id)
+            self._traces.ended(batch_id)
 
     def _cancelled_plans(self) -> None:
         with self._db.reading() as session:
@@ -237,6 +240,7 @@ class Reaper:
         for batch_id in cancelled:
             self._db.run(partial(plan_queries.discard_unstarted, batch_id=batch_id))
             log.info("plan.discarded", batch=batch_id)
+            self._traces.ended(batch_id)
 
     def _plans(self) -> None:
         with self._db.reading() as session:

@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import ids, tracing
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import Repetition, RepetitionDep
 from batchsvc.accounts.service import Caller
-from batchsvc.batches import continuation, service
+from batchsvc.batches import continuation, service, traces
 from batchsvc.batches.continuation import Scope
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.message_body import MESSAGES
@@ -58,7 +58,7 @@ def continue_batch(
 def _again(
     caller: Caller, context: Context, batch_id: str, repetition: Repetition, body: RunAgain | None, scope: Scope
 ) -> dict[str, Any]:
-    wishes, call = body or RunAgain(), f"batches/{batch_id}/{scope}"
+    wishes, call, began_ns = body or RunAgain(), f"batches/{batch_id}/{scope}", tracing.now_ns()
     with context.db.reading() as session:
         asked = (caller.project_id, call, repetition.key, wishes.model_dump())
         if (before := idempotency.answered(session, *asked)) is not None:  # its results may be gone since
@@ -74,6 +74,8 @@ def _again(
         return _shown(session, context, row)
 
     shown = context.db.run(lambda session: idempotency.once(session, *asked, partial(create, session)))
+    if shown["id"] == new_id:
+        traces.created(new_id, shown["input_file_id"], began_ns=began_ns)
     context.dispatcher.plan(shown["id"])
     return shown
 

@@ -44,8 +44,9 @@ class BatchTraces:
         self._files: dict[str, str] = {}
 
     def planned(self, batch_id: str, progress: str, *, began_ns: int) -> None:
-        """A planner has done, or lost, a window. If that was the end of the batch, its span is made."""
-        if not tracing.is_on():
+        """A planner has done a window. If that was the end of the batch, its span is made. One that had nothing to do,
+        or was overtaken, says nothing."""
+        if not tracing.is_on() or progress == "lost":
             return
         said: dict[str, tracing.Attribute] = {"batchsvc.batch.id": batch_id, "batchsvc.progress": progress}
         self._record("batch.plan", batch_id, began_ns, None, tracing.about_batch(batch_id), said)

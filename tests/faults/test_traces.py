@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from batchsvc import tracing
+from batchsvc.batches.tables import Batch
 from tests.faults.cluster import Cluster
 from tests.faults.judge import Verdict
 from tests.otlp import collecting
@@ -65,3 +66,21 @@ def test_one_trace_goes_on_beyond_a_killed_worker(cluster: Cluster, judge: Judge
         for secret in (job.canary, "c60", cluster.project_id, *cluster.secrets):
             assert secret.encode() not in everything, "no contents, no names, no secrets"
     judge(job)
+
+
+def test_a_batch_that_ends_before_it_runs_has_its_trace_too(cluster: Cluster) -> None:
+    """One whose lines are broken, and one that nobody planned in time; a repeated task adds nothing."""
+    with collecting() as collector:
+        cluster.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
+        file_id = cluster.upload([{"custom_id": "a", "method": "GET", "url": "/", "body": {}}])
+        late, failed = (cluster.create(file_id).json()["id"] for _ in range(2))
+        with cluster.db.transaction() as session:
+            row = session.get_one(Batch, late)
+            row.expires_ms = row.created_ms + 1
+        cluster.start("control", TEST_HINTS=3)
+        collector.until(lambda: len(collector.named("batch")) == 2, "both have ended")
+        found = {span.said["batchsvc.batch.id"]: span for span in collector.named("batch")}
+        assert found[failed].said["batchsvc.batch.status"] == "failed"
+        assert found[late].said["batchsvc.batch.status"] == "expired"
+        assert {span.trace_id for span in collector.spans} == {f"{tracing.trace_id_of(file_id):032x}"}
+        assert [span.said["batchsvc.progress"] for span in collector.named("batch.plan")] == ["done"]

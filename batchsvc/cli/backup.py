@@ -94,6 +94,9 @@ def restore(
         str | None, typer.Option("--backup", metavar="NAME", help="Which of the backups there (default: the newest).")
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Only list the backups in SOURCE.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Restore nothing: read all of the backup and say whether it is whole.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Drop what the target's database holds, and replace objects.")
     ] = False,
@@ -121,6 +124,11 @@ def restore(
         _list(vault, console)
         return
     manifest = vault.manifest(name)
+    if check:
+        saved = check_source(vault, manifest, console.say)
+        console.result(asdict(manifest))
+        console.out(f"Backup {manifest.name} is whole: the database, and {len(saved):,} objects.")
+        return
     with _target(data_dir, from_env=from_env) as place:
         store = ObjectStore(place.settings)
         check_database(manifest, place.settings, overwrite=overwrite)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def _tables(session: Session) -> list[SnapshotFile]:
             statement = f"COPY {_quoted(table.name)} ({', '.join(map(_quoted, columns))}) TO STDOUT"
             file = SnapshotFile(
                 name=f"{table.name}.copy.zst",
-                pieces=lambda statement=statement: _copied(connection, statement),  # type: ignore[misc]
+                pieces=partial(_copied, connection, statement),
                 table=table.name,
                 columns=columns,
             )

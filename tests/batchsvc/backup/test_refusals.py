@@ -1,0 +1,234 @@
+"""What a restore refuses, each with one sentence and nothing changed; and what a backup refuses to be."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from batchsvc.backup.vault import Vault
+from batchsvc.cli.exits import CommandError
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
+from batchsvc.files.tables import TenantStore
+from batchsvc.sealing import Seals
+from batchsvc.settings import Settings
+from batchsvc.stack.datadir import DataDir
+from batchsvc.store.s3 import ObjectStore
+from tests import servers
+from tests.batchsvc.backup.conftest import Command, Env
+from tests.batchsvc.backup.test_backup import made, on_sqlite, refusal, work
+from tests.workers.conftest import World
+
+BOTH = pytest.mark.parametrize("migrated_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture
+def backed_up(world: World, here: Env, command: Command, tmp_path: Path) -> Vault:
+    """A finished backup of a deployment in mid-batch."""
+    work(world)
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json", path="/nowhere"))
+    return Vault(tmp_path / "b")
+
+
+def _drop_object(vault: Vault) -> None:
+    next(iter(vault._objects.glob("??/*"))).unlink()
+
+
+def _shorten_object(vault: Vault) -> None:
+    path = next(iter(vault._objects.glob("??/*")))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip_bit(vault: Vault) -> None:
+    path = next(iter(vault._objects.glob("??/*")))
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+def _drop_manifest(vault: Vault) -> None:
+    (vault.folder(vault.finished()[-1]) / "manifest.json").unlink()
+
+
+def _break_manifest(vault: Vault) -> None:
+    (vault.folder(vault.finished()[-1]) / "manifest.json").write_bytes(b"{")
+
+
+def _break_list(vault: Vault) -> None:
+    path = vault.folder(vault.finished()[-1]) / "objects.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _drop_database(vault: Vault) -> None:
+    next(iter(vault.folder(vault.finished()[-1]).glob("database*"))).unlink()
+
+
+def _change(name: str, value: object) -> Callable[[Vault], None]:
+    def change(vault: Vault) -> None:
+        path = vault.folder(vault.finished()[-1]) / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | {name: value}))
+
+    return change
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (_drop_object, r"half-copied: 1 of \d+ objects are missing or have another size \(the first: (batch|in)/"),
+        (_shorten_object, "half-copied: 1 of"),
+        (_flip_bit, r"damaged: 1 of \d+ objects have other bytes than they had \(the first: (batch|in)/"),
+        (_drop_manifest, "was never finished"),
+        (_break_manifest, "manifest can't be read"),
+        (_break_list, "objects.jsonl.zst is missing or damaged"),
+        (_drop_database, "database.sqlite3.zst is missing or damaged"),
+        (_change("revision", "9999"), "made by a newer version .* never downgraded"),
+        (_change("format", 2), "format 2 and this version reads 1"),
+        (_change("kind", "postgresql-dump"), "is of PostgreSQL and the target is SQLite"),
+    ],
+)
+def test_a_backup_that_is_not_whole_changes_nothing(
+    backed_up: Vault, there: Env, command: Command, harm: Callable[[Vault], None], says: str
+) -> None:
+    assert command(there, "restore", backed_up.root, "--check").exit_code == 0
+    harm(backed_up)
+    if "target is" not in says:
+        assert re.search(says, refusal(command(there, "restore", backed_up.root, "--check")))
+    said = refusal(command(there, "restore", backed_up.root, "--from-env"))
+    assert re.search(says, said), said
+    assert not Path(there["DATABASE_URL"].removeprefix("sqlite:///")).exists()
+    store = ObjectStore(Settings.from_env(there))
+    store.ensure_bucket()
+    assert not list(store.list_keys("")), "nothing was copied"
+
+
+@BOTH
+def test_a_deployment_that_runs_is_refused_with_how_to_stop_it(
+    backed_up: Vault, here: Env, there: Env, command: Command
+) -> None:
+    made(command(there, "restore", backed_up.root, "--from-env", "--json", path="/nowhere"))
+    db = Database(there["DATABASE_URL"])
+    with db.reading() as session:  # an API, or a worker
+        session.execute(text("SELECT 1 FROM projects")).all()
+        said = refusal(command(there, "restore", backed_up.root, "--from-env", "--overwrite"))
+    db.dispose()
+    assert "stop the API, the control and the engine workers" in said
+    made(command(there, "restore", backed_up.root, "--from-env", "--overwrite", "--json", path="/nowhere"))
+
+
+@BOTH
+def test_a_place_that_is_not_empty_is_refused_unless_told(
+    backed_up: Vault, there: Env, command: Command, tmp_path: Path
+) -> None:
+    first = made(command(there, "restore", backed_up.root, "--from-env", "--json", path="/nowhere"))
+    assert "The database isn't empty" in refusal(command(there, "restore", backed_up.root, "--from-env"))
+    again = made(command(there, "restore", backed_up.root, "--from-env", "--overwrite", "--json", path="/nowhere"))
+    assert (again["num_objects"], again["num_copied"]) == (first["num_objects"], 0), "the objects were there"
+    if there["DATABASE_URL"].startswith("sqlite"):
+        elsewhere = there | {"DATABASE_URL": f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}"}
+        store = ObjectStore(Settings.from_env(there))
+        store.put("batch/another/part", b"of another service")
+        said = refusal(command(elsewhere, "restore", backed_up.root, "--from-env"))
+        assert "isn't empty (it holds batch/another/part)" in said
+        store.delete(["batch/another/part"])
+        broken_off = made(command(elsewhere, "restore", backed_up.root, "--from-env", "--json"))
+        assert broken_off["num_copied"] == 0, "what an interrupted restore has left is no obstacle"
+
+
+@on_sqlite
+def test_a_schema_without_anybody_is_empty(backed_up: Vault, there: Env, command: Command) -> None:
+    migrate.upgrade(there["DATABASE_URL"])
+    made(command(there, "restore", backed_up.root, "--from-env", "--json"))
+
+
+@on_sqlite
+def test_a_data_directory_with_a_stack_is_refused(
+    backed_up: Vault, here: Env, command: Command, tmp_path: Path
+) -> None:
+    directory = DataDir.at(tmp_path / "d")
+    directory.create()
+    lock = directory.lock()
+    said = refusal(command(here, "restore", backed_up.root, "--data-dir", directory.root))
+    lock.release()
+    assert f"batchsvc down --data-dir {directory.root}" in said
+
+
+@on_sqlite
+def test_a_backup_is_not_mixed_with_other_things(here: Env, world: World, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert "holds something else than backups" in refusal(command(here, "backup", tmp_path, "--from-env"))
+    assert "There is no backup in" in refusal(command(here, "restore", tmp_path / "none", "--from-env"))
+    with Vault.for_writing(tmp_path / "b"):
+        said = refusal(command(here, "backup", tmp_path / "b", "--from-env"))
+    assert "Another backup is being written" in said
+
+
+@on_sqlite
+def test_a_damaged_database_is_not_backed_up(here: Env, world: World, command: Command, tmp_path: Path) -> None:
+    work(world)
+    world.db.dispose()
+    path = Path(here["DATABASE_URL"].removeprefix("sqlite:///"))
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'ix_units_lease'").fetchone()[0]
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+    connection.close()
+    with path.open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xff" * size)
+    refused = command(here, "backup", tmp_path / "b", "--from-env")
+    assert refused.exit_code == 1 and "damaged" in str(refused.exception)
+    assert not Vault(tmp_path / "b").finished()
+
+
+@on_sqlite
+def test_an_older_schema_is_copied_only_while_nothing_runs(
+    here: Env, there: Env, command: Command, tmp_path: Path
+) -> None:
+    old = here | {"DATABASE_URL": f"sqlite:///{tmp_path / 'old.sqlite3'}"}
+    migrate.upgrade_to(old["DATABASE_URL"], "0011")
+    refused = command(old, "backup", tmp_path / "b", "--from-env")
+    assert isinstance(refused.exception, CommandError)
+    assert "is at revision 0011" in refused.exception.message and "--stopped" in refused.exception.message
+    ObjectStore(Settings.from_env(old)).ensure_bucket()
+    assert made(command(old, "backup", tmp_path / "b", "--from-env", "--stopped", "--json"))["revision"] == "0011"
+    made(command(there, "restore", tmp_path / "b", "--from-env", "--json"))
+    assert migrate.schema_of(there["DATABASE_URL"]).pending == (), "a restore upgrades"
+
+
+@on_sqlite
+def test_a_secret_is_in_a_backup_only_if_asked(
+    world: World, here: Env, there: Env, command: Command, tmp_path: Path
+) -> None:
+    batch = world.batch(work(world))
+    sealed = Seals.of(servers.SECRET_KEY).seal("a tenant's key", "the store st")
+    with world.db.transaction() as session:
+        names = {"bucket": "b", "prefix": "", "region": "r", "access_key": "a", "secret_key": ""}
+        row = TenantStore(
+            id="st", project_id=batch.project_id, sealed_secret=sealed, created_ms=1, updated_ms=1, **names
+        )
+        session.add(row)
+    plain = command(here, "backup", tmp_path / "plain", "--from-env")
+    assert "--include-secrets" in plain.stdout
+    other = there | {"BATCHSVC_SECRET_KEY": "quite another key that opens nothing of it"}
+    back = command(other, "restore", tmp_path / "plain", "--from-env")
+    assert back.exit_code == 0
+    assert "The secrets of 1 registered stores can't be opened: add the key that sealed them" in back.stdout
+    for folder, has_key in (("plain", False), ("full", True)):
+        if has_key:
+            assert made(command(here, "backup", tmp_path / folder, "--from-env", "--include-secrets", "--json"))
+        everything = b"".join(path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file())
+        assert (servers.SECRET_KEY.encode() in everything) == has_key
+    kept = next((tmp_path / "full" / "backups").glob("*/secrets.json"))
+    assert kept.stat().st_mode & 0o777 == 0o600 and (tmp_path / "full").stat().st_mode & 0o777 == 0o700
+    again = command(other, "restore", tmp_path / "full", "--from-env", "--overwrite")
+    assert f"add the secret_key of {kept} to BATCHSVC_SECRET_KEY" in again.stdout
+    both = other | {"BATCHSVC_SECRET_KEY": f"{other['BATCHSVC_SECRET_KEY']},{servers.SECRET_KEY}"}
+    opened = made(command(both, "restore", tmp_path / "full", "--from-env", "--overwrite", "--json"))
+    assert opened["num_sealed_shut"] == 0

@@ -47,8 +47,9 @@ class FakeEngine:
         max_running: int = 256,
         step_tokens: int = 2048,
         faults: Faults | None = None,
+        vocab_size: int = 1 << 16,
     ) -> None:
-        vocab_size = text.meta.vocab_size if text is not None else 1 << 16
+        vocab_size = text.meta.vocab_size if text is not None else vocab_size
         context_tokens = text.meta.context_tokens if text is not None else 1 << 20
         self._hidden = text.meta.hidden if text is not None else 64
         self._answers = FakeAnswers(vocab_size=vocab_size, context_tokens=context_tokens)

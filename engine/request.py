@@ -124,6 +124,8 @@ class Request:
 
     With `pooling` the result is a vector and nothing is sampled (engine/pooling.py); `segments` are then the lengths of
     the prompts that stand one after the other in `prompt_ids`, () for one.
+
+    `magic` is what a prompt of test mode asks for; engines with weights don't look at it.
     """
 
     id: str
@@ -142,6 +144,7 @@ class Request:
     fork_of: str = ""
     n: int = 1
     streams: bool = False
+    magic: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
 from workers.switching import Announcer, Baton, LineUp, OwnModel, Switcher
+from workers.test_mode import TestMode
 from workers.webhooks import Courier
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ControlRun:
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
         self._courier = Courier(settings, self._db)
         self._exporter = Exporter(settings, self._db, store)
+        self._test_mode = TestMode(settings, new_owner())
         self.reaper = Reaper(
             settings,
             self._db,
@@ -86,6 +88,7 @@ class ControlRun:
     def start(self) -> None:
         self._courier.start()
         self._exporter.start()
+        self._test_mode.start()
         self.reaper.start()
 
     def trouble(self) -> str | None:
@@ -100,6 +103,7 @@ class ControlRun:
     def stop(self) -> None:
         """Let go of what is being merged, and end the reaper; another process, or the next start, goes on."""
         self._is_stopping = True
+        self._test_mode.stop()
         self.reaper.stop()
         self._importer.stop()
         self._courier.stop()

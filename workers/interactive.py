@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
+from batchsvc.batches.magic import PARAM
 from batchsvc.batches.sampling_body import sampling_params
 from batchsvc.interactive.wire import Ended, Failed, Grown, NewCall, News, Taken
 from engine.errors import RequestError
@@ -194,4 +195,5 @@ def to_request(call: NewCall) -> Request:
         lane=Lane.INTERACTIVE,
         n=int(call.params.get("n", 1)),
         streams=call.streams,
+        magic=str(call.params.get(PARAM, "")),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchsvc.batches import answers, budget_queries, part_file
 from batchsvc.batches.choices import REASONS, choices_of, warnings_of
+from batchsvc.batches.magic import PARAM
 from batchsvc.batches.part_file import PartLine
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.sampling_body import sampling_params
@@ -93,6 +94,7 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
             params=SamplingParams(max_tokens=1, temperature=0),
             pooling=Pooling(params["pooling"]),
             segments=tuple(params.get("segments", ())),
+            magic=params.get(PARAM, ""),
         )
     seed = params.get("seed")
     begun = open_row.resumed.answers if open_row.resumed else (Begun(),)
@@ -109,6 +111,7 @@ def to_request(unit: ClaimedUnit, open_row: OpenRow) -> Request:
         resume_logprobs=begun[0].logprobs if row.num_answers == 1 else (),
         resume_choices=begun if row.num_answers > 1 else (),
         resume_hit_tokens=open_row.resumed.hit_tokens if open_row.resumed else 0,
+        magic=params.get(PARAM, ""),
     )
 
 

@@ -1,8 +1,9 @@
 """API keys as text: made, taken apart, hashed and compared; no database.
 
-A key is `sk_<id>_<secret><crc>`: 8 public characters to look it up by, 43 random ones (256 bits) and a CRC-32 over all
-that stands before it, in 6 characters. The CRC lets secret scanners, and us, tell a key from a string that only looks
-like one. What is stored is SHA-256 of the text: of 256 random bits nothing slower is needed.
+A key is `sk_<id>_<secret><crc>`, and in test mode `sk_test_<id>_<secret><crc>`: 8 public characters to look it up by,
+43 random ones (256 bits) and a CRC-32 over all that stands before it, in 6 characters. The CRC lets secret scanners,
+and us, tell a key from a string that only looks like one. What is stored is SHA-256 of the text: of 256 random bits
+nothing slower is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from batchsvc.ids import random_text
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_FORM = re.compile(r"sk_([0-9A-Za-z]{8})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
+_FORM = re.compile(r"sk_(?:test_)?([0-9A-Za-z]{8})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class NewKey:
     hash: str
 
 
-def make() -> NewKey:
-    """A fresh key."""
+def make(*, is_test: bool = False) -> NewKey:
+    """A fresh key. Those of test mode show it in their text."""
     key_id = random_text(8)
-    body = f"sk_{key_id}_{random_text(43)}"
+    body = f"sk_{'test_' if is_test else ''}{key_id}_{random_text(43)}"
     text = body + _crc(body)
     return NewKey(key_id, text, digest(text))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc.accounts import administration, key_administration
+from batchsvc.accounts import administration, key_administration, service
 from batchsvc.accounts.schemas import ChangeKeyAndLimits, CreateKey, RotateKey, key_object
 from batchsvc.audit.actor import Actor
 from batchsvc.errors import InvalidRequestError
@@ -19,6 +19,9 @@ def create(session: Session, actor: Actor, body: CreateKey, *, own_project_id: s
         project_id = administration.project_of(session, actor, body.project)
     if project_id is None:
         raise InvalidRequestError("Missing required parameter: 'project'.", param="project")
+    if body.is_test:
+        administration.active_project(session, project_id)
+        project_id = service.test_twin(session, project_id).id
     row, text = key_administration.create_key(
         session,
         actor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.accounts.tables import ApiKey, Project, ServiceAccount
 from batchsvc.db.keyset import Cursor, page
 
@@ -18,7 +19,7 @@ def project_page(
     session: Session, after: Cursor | None, limit: int, *, is_ascending: bool, with_archived: bool
 ) -> list[Project]:
     """Projects beyond a cursor."""
-    found = select(Project)
+    found = select(Project).where(Project.id.not_like(mode.LIKE, escape="\\"))
     if not with_archived:
         found = found.where(Project.archived_ms.is_(None))
     return list(session.scalars(page(found, Project.created_ms, Project.id, after, limit, is_ascending)))

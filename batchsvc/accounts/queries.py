@@ -9,6 +9,7 @@ from sqlalchemy import delete, literal_column, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project
 from batchsvc.db.base import BigInt
 from batchsvc.db.session import database_now_sql
@@ -20,8 +21,15 @@ def project(session: Session, project_id: str) -> Project | None:
 
 
 def projects(session: Session) -> list[Project]:
-    """All projects, oldest first."""
-    return list(session.scalars(select(Project).order_by(Project.created_ms, Project.id)))
+    """All projects but those for tests, oldest first."""
+    live = Project.id.not_like(mode.LIKE, escape="\\")
+    return list(session.scalars(select(Project).where(live).order_by(Project.created_ms, Project.id)))
+
+
+def has_test_project(session: Session) -> bool:
+    """Whether there is a project for tests."""
+    found = select(Project.id).where(Project.id.like(mode.LIKE, escape="\\")).limit(1)
+    return session.scalar(found) is not None
 
 
 def locked_project(session: Session, project_id: str) -> Project:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from batchsvc import mode
 from batchsvc.accounts.key_administration import OVERLAP_S
 from batchsvc.accounts.organization_schemas import Amount, ChangeKey, LifeS, PerMinute, Scopes, limits_object
 from batchsvc.accounts.service import limits_of
@@ -21,6 +22,7 @@ class CreateKey(BaseModel):
     name: str
     project: str | None = None
     is_admin: bool = False
+    is_test: bool = False  # of the project's twin for tests
     scopes: Scopes = Field(default_factory=list)
     expires_in_seconds: LifeS | None = None
 
@@ -83,6 +85,7 @@ def key_object(row: ApiKey) -> dict[str, Any]:
         "name": row.name,
         "project_id": row.project_id,
         "is_admin": row.is_admin,
+        "mode": "test" if mode.is_test(row.project_id) else "live",
         "created_at": row.created_ms // 1000,
         "expires_at": None if row.expires_ms is None else row.expires_ms // 1000,
         "last_used_at": None if row.last_used_ms is None else row.last_used_ms // 1000,

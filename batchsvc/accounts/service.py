@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import ids, mode
 from batchsvc.accounts import keys, queries
 from batchsvc.accounts.limits import NO_LIMITS, Limits
 from batchsvc.accounts.tables import ApiKey, Project
@@ -44,6 +44,25 @@ def create_project(session: Session, name: str) -> Project:
     session.add(made)
     session.flush()
     return made
+
+
+def test_twin(session: Session, project_id: str) -> Project:
+    """The project for tests that belongs to a project, made on first use. Raises NotFoundError."""
+    twin_id = mode.twin_of(project_id)
+    found = queries.project(session, twin_id)
+    if found is not None:
+        return found
+    live = existing_project(session, project_id)
+    name, salt = f"{live.name[: _NAME_CHARS - 7]} (test)", ids.random_text(32)
+    twin = Project(id=twin_id, name=name, salt=salt, weight=1, created_ms=now_ms())
+    session.add(twin)
+    session.flush()
+    return twin
+
+
+def has_test_project(session: Session) -> bool:
+    """Whether anybody has made a key of test mode."""
+    return queries.has_test_project(session)
 
 
 def project_named(session: Session, name: str) -> Project | None:
@@ -106,7 +125,10 @@ def create_key(session: Session, project_id: str, name: str, is_admin: bool = Fa
     """A new key of a project: its row, and the text that is shown this once."""
     if queries.project(session, project_id) is None:
         raise NotFoundError(f"There is no project {project_id}.", param="project_id")
-    new = keys.make()
+    is_test = mode.is_test(project_id)
+    if is_test and is_admin:
+        raise InvalidRequestError("A key of test mode can't be an admin key: it manages nothing.", param="is_admin")
+    new = keys.make(is_test=is_test)
     row = ApiKey(
         id=new.id,
         project_id=project_id,

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Select, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import ids, mode
 from batchsvc.batches import (
     budget_queries,
     garbage_queries,
@@ -241,20 +241,20 @@ def pin_model(session: Session, batch_id: str, epoch: int, model_id: str) -> Pin
     model = session.get_one(Model, model_id)
     if batch is None or batch.status != Status.VALIDATING or batch.plan_epoch != epoch:
         return None
-    pin = model_pins.pin_of(batch, model_id)
+    pin, digest = model_pins.pin_of(batch, model_id), mode.served_by(batch.project_id, model.digest)
     if pin is None:
         tier, standard = (
             billing.rates_for(session, model_id, name, batch.price_version) for name in (batch.tier, STANDARD_TIER)
         )
         rates = {"tier": asdict(tier), "standard": asdict(standard)}
-        pin = ModelPin(model.id, model.digest, rates)
+        pin = ModelPin(model.id, digest, rates)
         formats = model_pins.formats_of(model)
         if batch.models is not None:
-            batch.models = {**batch.models, model.id: {"digest": model.digest, "rates": rates, **formats}}
+            batch.models = {**batch.models, model.id: {"digest": digest, "rates": rates, **formats}}
         else:
-            batch.model_id, batch.model_digest, batch.rates = model.id, model.digest, rates
+            batch.model_id, batch.model_digest, batch.rates = model.id, digest, rates
             batch.weight_format, batch.kv_format, batch.quality = model.weight_format, model.kv_format, model.quality
-    elif batch.quote_id is not None and model.digest != pin.digest:
+    elif batch.quote_id is not None and digest != pin.digest:
         raise InvalidRequestError(f"The model {model_id} has changed since it was quoted.", code="quote_changed")
     return PinnedModel(id=model.id, path=model.path, digest=pin.digest, rates=Rates(**pin.rates["tier"]))
 

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Select, and_, delete, exists, func, or_, select
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.batches import garbage_queries, model_pins, quote_figures
 from batchsvc.batches.model_pins import ModelPin
 from batchsvc.batches.plan_queries import Input, PlanClaim, WindowObject
@@ -166,19 +167,19 @@ def pin_model(session: Session, quote_id: str, epoch: int, model_id: str) -> Quo
     if row is None:
         return None
     model = session.get_one(Model, model_id)
-    pin = model_pins.pin_of(row, model_id)
+    pin, digest = model_pins.pin_of(row, model_id), mode.served_by(row.project_id, model.digest)
     if pin is None:
         tier, standard = (
             billing.rates_for(session, model_id, name, row.price_version) for name in (row.tier, STANDARD_TIER)
         )
         rates = {"tier": asdict(tier), "standard": asdict(standard)}
-        found = quote_figures.lengths_of(_finished(session, row, model.digest))
+        found = quote_figures.lengths_of(_finished(session, row, digest))
         lengths = None if found is None else asdict(found)
-        pin = ModelPin(model.id, model.digest, rates)
+        pin = ModelPin(model.id, digest, rates)
         if row.models is None:
-            row.model_id, row.model_digest, row.rates, row.lengths = model.id, model.digest, rates, lengths
+            row.model_id, row.model_digest, row.rates, row.lengths = model.id, digest, rates, lengths
         else:
-            row.models = {**row.models, model.id: {"digest": model.digest, "rates": rates, "lengths": lengths}}
+            row.models = {**row.models, model.id: {"digest": digest, "rates": rates, "lengths": lengths}}
     known = row.lengths if row.models is None else row.models[model_id]["lengths"]
     rates_now = Rates(**pin.rates["tier"])
     return QuotedModel(path=model.path, rates=rates_now, lengths=Lengths(**known) if known else None)

@@ -13,7 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from batchsvc.batches import endpoints, line_set, plan_queries, window, window_file
+from batchsvc import mode
+from batchsvc.batches import endpoints, line_set, magic, plan_queries, window, window_file
 from batchsvc.batches.damage import verified
 from batchsvc.batches.kept_lease import LeaseLostError
 from batchsvc.batches.message_body import MESSAGES, parse_message
@@ -127,8 +128,10 @@ class WindowReader:
         )
         try:
             with closing(self._records()) as records:
+                lines = self._check.check_all(chosen(self._chosen(records)))
+                is_test = mode.is_test(claim.project_id)
                 return window.collect(
-                    self._check.check_all(chosen(self._chosen(records))),
+                    magic.checked(lines) if is_test else lines,
                     batch_id=claim.batch_id,
                     limits=limits,
                     offset=claim.offset,
@@ -137,6 +140,7 @@ class WindowReader:
                     is_failing=claim.num_problems > 0,
                     keeps_chats=keeps_chats,
                     parse=parse_message if claim.endpoint == MESSAGES else endpoints.PARSERS[claim.endpoint],
+                    more_params=magic.params_of if is_test else None,
                 )
         except OtherVersionError as error:
             raise _replaced() from error

@@ -23,7 +23,7 @@ from batchsvc.batches.reconcile import (
     add_part_line,
     lines,
 )
-from batchsvc.batches.reconcile_ledger import compare_ledger
+from batchsvc.batches.reconcile_ledger import compare_ledger, revenue_of
 from batchsvc.batches.reconcile_queries import Reader, Snapshot, decoded
 from batchsvc.errors import NotFoundError
 from batchsvc.store.s3 import ObjectStore
@@ -231,7 +231,8 @@ class BatchAudit:
                 self._report.compare(place, "created_ms", _of(row, "created_ms"), part["created_ms"])
             amounts = {entry["account"]: entry["amount_nanos"] for entry in posted}
             place, cost_nanos = f"{self._id} ledger {key}", sign * part["cost_nanos"]
-            self._report.compare(place, "revenue", amounts.pop("revenue", None), cost_nanos)
+            revenue = revenue_of(self._batch["project_id"])
+            self._report.compare(place, "revenue", amounts.pop(revenue, None), cost_nanos)
             held = f"reserved:{self._batch['project_id']}"
             self._report.compare(place, held, amounts.pop(held, None), -cost_nanos)
             for account, amount_nanos in amounts.items():

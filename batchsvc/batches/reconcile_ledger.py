@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from batchsvc import mode
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_queries import Reader, Snapshot
 
@@ -25,7 +26,7 @@ _STRAY_PARTS = (
 )
 _UNLIKE_CALLS = (
     "SELECT t.part_id AS call, u.cost_nanos AS used, e.amount_nanos AS charged FROM ledger_transactions t"
-    " JOIN ledger_entries e ON e.transaction_id = t.id AND e.account = 'revenue'"
+    " JOIN ledger_entries e ON e.transaction_id = t.id AND e.account IN ('revenue', 'test:revenue')"
     " LEFT JOIN usage u ON u.part_id = t.part_id AND u.project_id = t.project_id AND u.batch_id = ''"
     " WHERE t.kind = 'call' AND (u.cost_nanos IS NULL OR u.cost_nanos <> e.amount_nanos)"
     " UNION ALL SELECT u.part_id, u.cost_nanos, NULL FROM usage u WHERE u.batch_id = '' AND NOT EXISTS"
@@ -38,12 +39,17 @@ _CALL_SUMS = ", ".join(
 _HOLDING = ("reserve", "extend", "part", "void", "release")
 
 
+def revenue_of(project_id: str) -> str:
+    """The account that a project's charges go to: none of test mode is money."""
+    return "test:revenue" if mode.is_test(project_id) else "revenue"
+
+
 def compare_ledger(now: Snapshot, report: Report, batch: dict[str, Any], *, is_ended: bool) -> None:
     """The postings of a batch against its columns."""
     place, project = f"{batch['id']} ledger", batch["project_id"]
     _compare_balanced(now, report, place, "t.batch_id = :batch", batch=batch["id"])
     totals = {(row["kind"], row["account"]): int(row["total"]) for row in now.rows(_BY_KIND, batch=batch["id"])}
-    available, held = f"available:{project}", f"reserved:{project}"
+    available, held, revenue = f"available:{project}", f"reserved:{project}", revenue_of(project)
 
     def total(account: str, *kinds: str) -> int:
         return sum(totals.get((kind, account), 0) for kind in kinds)
@@ -51,16 +57,16 @@ def compare_ledger(now: Snapshot, report: Report, batch: dict[str, Any], *, is_e
     report.compare(place, "reserved in all", total(held, "reserve", "extend"), batch["reserved_nanos"])
     report.compare(place, "taken for it from what is available", -total(available, "reserve", "extend"),
                    batch["reserved_nanos"])  # fmt: skip
-    report.compare(place, "charged", total("revenue", "part", "void"), batch["cost_nanos"])
+    report.compare(place, "charged", total(revenue, "part", "void"), batch["cost_nanos"])
     report.compare(place, "paid out of its reservation", -total(held, "part", "void"), batch["cost_nanos"])
     rest = batch["reserved_nanos"] - batch["cost_nanos"]
     report.compare(place, "released", total(available, "release"), rest if is_ended else 0)
     report.compare(place, "still reserved", total(held, *_HOLDING), 0 if is_ended else rest)
-    refunded = -total("revenue", "refund")
+    refunded = -total(revenue, "refund")
     if refunded > batch["cost_nanos"]:
         report.compare(place, "refunded", refunded, batch["cost_nanos"])
     for (kind, account), amount in totals.items():
-        if kind in _HOLDING and account not in (available, held, "revenue"):
+        if kind in _HOLDING and account not in (available, held, revenue):
             report.compare(place, f"{kind} on {account}", amount, None)
     for row in now.rows(_STRAY_PARTS, batch=batch["id"]):
         report.compare(f"{place} {row['key']}", "part", row["key"], None)
@@ -139,7 +145,7 @@ def _compare_balance(now: Snapshot, report: Report, project_id: str) -> None:
     if not month:
         return
     charged = now.number(
-        f"SELECT COALESCE(SUM(e.amount_nanos), 0) {entries} AND e.account = 'revenue'"
+        f"SELECT COALESCE(SUM(e.amount_nanos), 0) {entries} AND e.account IN ('revenue', 'test:revenue')"
         " AND t.kind IN ('part', 'void', 'call') AND t.created_ms >= :start AND t.created_ms < :end",
         project=project_id,
         start=_month_ms(month),

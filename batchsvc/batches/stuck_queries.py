@@ -150,7 +150,7 @@ def _holders(session: Session, batch_ids: Sequence[str], since_ms: int) -> dict[
 def _drained(session: Session, holds: dict[str, ClaimHold], since_ms: int) -> dict[str, list[str]]:
     """Names of living workers that are drained, by the digests of what they serve."""
     found: dict[str, list[str]] = defaultdict(list)
-    for worker in worker_queries.alive(session, since_ms):
+    for worker in worker_queries.alive(session, since_ms, with_test_mode=True):
         for name in (worker.name, worker.id):
             if name is not None and hold_queries.WORKER + name in holds:
                 for digest in {worker.model_digest, *(worker.models or [])}:

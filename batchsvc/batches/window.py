@@ -114,10 +114,14 @@ def collect(
     is_failing: bool,
     keeps_chats: int = 0,
     parse: Callable[[dict[str, Any]], Parsed] = parse_chat,
+    more_params: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> WindowDraft:
     """Reads one window. `text_model` gives the text side of a line's model; `is_failing`: check only;
-    `keeps_chats`: the messages of the first requests are kept, of so many tokens in all."""
-    return _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats, parse).collect(records)
+    `keeps_chats`: the messages of the first requests are kept, of so many tokens in all; `more_params` gives what a
+    body's parameters get in addition."""
+    collector = _Collector(batch_id, limits, offset, text_model, is_strict, is_failing, keeps_chats, parse)
+    collector.more_params = more_params
+    return collector.collect(records)
 
 
 class _Collector:
@@ -132,6 +136,7 @@ class _Collector:
         keeps_chats: int,
         parse: Callable[[dict[str, Any]], Parsed],
     ) -> None:
+        self.more_params: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._parse = parse
         self._batch_id = batch_id
         self._limits = limits
@@ -227,6 +232,8 @@ class _Collector:
         record, model_id = item.record, _model_of(item)
         fitting = Fitting(meta=self._text_model(model_id).meta, default_max_tokens=self._limits.default_max_tokens)
         params = call.fit([len(prompt) for prompt in prompts], fitting)
+        if self.more_params is not None and record.line is not None:
+            params = {**params, **self.more_params(record.line.body)}
         prompt_ids = [token for prompt in prompts for token in prompt]
         self._draft.requests.append(
             PlannedRequest(

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.batches import hold_queries
 from batchsvc.batches.tables import Model, Unit, Worker
 from batchsvc.db.session import database_now_ms
@@ -94,9 +95,11 @@ def retire(session: Session, worker_id: str) -> None:
     session.execute(delete(Worker).where(Worker.id == worker_id))
 
 
-def retire_process(session: Session, host: str, pid: int) -> None:
-    """Forget a worker whose process is known to have ended, whatever it was called: nobody waits for it any more."""
-    session.execute(delete(Worker).where(Worker.id.startswith(f"{host}:{pid}:", autoescape=True)))
+def mark_dead(session: Session, host: str, pid: int) -> None:
+    """Have nobody wait for a worker whose process is known to have ended. Its name is known for a while, so that it
+    can be drained before it starts again."""
+    ended = update(Worker).where(Worker.id.startswith(f"{host}:{pid}:", autoescape=True))
+    session.execute(ended.values(is_draining=True, switching_to=None))
 
 
 def forget_dead(session: Session, silent_s: float) -> int:
@@ -106,9 +109,10 @@ def forget_dead(session: Session, silent_s: float) -> int:
     return len(session.execute(delete(Worker).where(silent, ~holds).returning(Worker.id)).all())
 
 
-def alive(session: Session, since_ms: int) -> list[Worker]:
-    """Workers that gave a sign of life since then."""
-    return list(session.scalars(select(Worker).where(Worker.beat_ms >= since_ms).order_by(Worker.id)))
+def alive(session: Session, since_ms: int, *, with_test_mode: bool = False) -> list[Worker]:
+    """Workers that gave a sign of life since then; those of test mode (of control processes), if asked for."""
+    found = select(Worker).where(Worker.beat_ms >= since_ms).order_by(Worker.id)
+    return list(session.scalars(found if with_test_mode else found.where(Worker.model_digest != mode.DIGEST)))
 
 
 def notes(session: Session, since_ms: int) -> dict[str, str]:

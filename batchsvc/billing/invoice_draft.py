@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import ids, mode
 from batchsvc.accounts import service as accounts
 from batchsvc.accounts.tables import Project
 from batchsvc.billing import invoice as rules
@@ -35,6 +35,8 @@ REVERSE_CHARGE = "Reverse charge: the recipient of the supply is liable for the 
 def show_party(session: Session, project: str) -> tuple[Project, BillingParty]:
     """To whom a project is billed; empty where nobody said it."""
     row = accounts.existing_project(session, project)
+    if mode.is_test(row.id):
+        raise InvalidRequestError("A project for tests is never billed.", param="project")
     found = queries.party(session, row.id)
     return row, found or BillingParty(
         project_id=row.id, name="", address="", country="", tax_id="", currency=PRICE_CURRENCY, is_reverse_charge=False

@@ -14,6 +14,8 @@ What an operator posts:
     refund   revenue             -> available:<project>  a charge taken back, never more than was charged
     credit   credits             -> available:<project>  goodwill: no charge is behind it; the month's invoice is less
 
+In test mode `revenue` is `test:revenue`: nothing of it is money, and operators post nothing there.
+
 Entries of a posting sum to 0. Its key makes a repeated posting a no-op. After the release a batch holds nothing in
 `reserved`, and `revenue` holds the sum of its parts that aren't void, less refunds. `cash` is the world outside.
 """
@@ -23,11 +25,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from batchsvc import mode
+
 REVENUE = "revenue"
+TEST_REVENUE = "test:revenue"
 CASH = "cash"
 CREDITS = "credits"
 
 Movement = Literal["topup", "payment", "refund", "credit"]
+
+
+def revenue(project_id: str) -> str:
+    """What was charged; what test mode charges is no money, and stays apart from it."""
+    return TEST_REVENUE if mode.is_test(project_id) else REVENUE
 
 
 def available(project_id: str) -> str:
@@ -99,7 +109,7 @@ def part(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posti
         batch_id=batch_id,
         project_id=project_id,
         source=reserved(project_id),
-        target=REVENUE,
+        target=revenue(project_id),
         amount_nanos=cost_nanos,
         part_id=part_id,
     )
@@ -113,7 +123,7 @@ def call(project_id: str, call_id: str, cost_nanos: int) -> Posting:
         key=f"call:{call_id}",
         project_id=project_id,
         source=available(project_id),
-        target=REVENUE,
+        target=revenue(project_id),
         amount_nanos=cost_nanos,
         part_id=call_id,
     )
@@ -127,7 +137,7 @@ def void(project_id: str, batch_id: str, part_id: str, cost_nanos: int) -> Posti
         key=f"void:{part_id}",
         batch_id=batch_id,
         project_id=project_id,
-        source=REVENUE,
+        source=revenue(project_id),
         target=reserved(project_id),
         amount_nanos=cost_nanos,
         part_id=part_id,
@@ -161,7 +171,7 @@ def move(
     """What an operator posts. The same `key` again is the same posting, another one is another, however equal."""
     if amount_nanos <= 0:
         raise ValueError(f"A {kind} must be more than 0, not {amount_nanos} nano-dollars.")
-    sources = {"topup": CASH, "payment": CASH, "refund": REVENUE, "credit": CREDITS}
+    sources = {"topup": CASH, "payment": CASH, "refund": revenue(project_id), "credit": CREDITS}
     return Posting(
         kind=kind,
         key=f"{kind}:{project_id}:{key}",

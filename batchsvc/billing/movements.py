@@ -11,6 +11,7 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.billing import correction_queries, ledger, queries
 from batchsvc.billing.ledger import Movement
 from batchsvc.billing.month import Month
@@ -50,6 +51,8 @@ def post(
     be it by refunds or by credit notes. It takes back usage of one month, the newest of which so much is left.
     """
     _check(kind, amount_nanos, reason, key)
+    if mode.is_test(project_id):
+        raise InvalidRequestError("A project for tests has no money: nothing is posted to it.", param="project")
     made = partial(ledger.move, kind, project_id, amount_nanos, reason=reason, key=key, actor=actor, batch_id=batch_id)
     posting = made()
     queries.locked_funds(session, project_id)  # movements and credit notes of a project come one after the other

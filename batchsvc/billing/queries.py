@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Table, Text, column, delete, func, select,
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from batchsvc.billing.ledger import REVENUE, Posting, reserved
+from batchsvc.billing.ledger import Posting, reserved, revenue
 from batchsvc.billing.limits import Funds
 from batchsvc.billing.tables import Balance, CallHold, LedgerEntry, LedgerTransaction, Price, UsageRow
 
@@ -140,7 +140,10 @@ def charged_nanos(session: Session, project_id: str, batch_id: str | None) -> in
     Credit notes aren't taken off: their postings name who pays, whoever used what they give back. They count against
     their invoice (`left_nanos` of billing/correction_queries.py).
     """
-    which: list[ColumnElement[bool]] = [LedgerTransaction.project_id == project_id, LedgerEntry.account == REVENUE]
+    which: list[ColumnElement[bool]] = [
+        LedgerTransaction.project_id == project_id,
+        LedgerEntry.account == revenue(project_id),
+    ]
     if batch_id is not None:
         which.append(LedgerTransaction.batch_id == batch_id)
     total = session.scalar(

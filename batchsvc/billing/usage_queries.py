@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, ColumnElement, Select, column, func, literal_
 from sqlalchemy import String as Text
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.billing.line_items import Usage
 from batchsvc.billing.queries import NO_BATCH
 from batchsvc.billing.tables import UsageHour, UsageRow
@@ -34,15 +35,18 @@ def sums(
     filters: Mapping[str, Collection[str]],
     embeddings: bool | None = None,
     in_batches: bool | None = None,
+    is_test: bool = False,
 ) -> Iterator[tuple[int, tuple[Any, ...], Usage]]:
     """(start of the bucket, values of `keys`, sums) of all usage from `start_ms` until before `end_ms`.
 
     Keys and filters are names of columns that usage rows and hours share, `metadata.<key>`, or `batch`: whether it was
-    used in one. `embeddings` and `in_batches`: only these (True), all but these (False), or everything. Served by
-    ix_usage_hours_time and ix_usage_created.
+    used in one. `embeddings` and `in_batches`: only these (True), all but these (False), or everything. `is_test`:
+    that of test mode, which is never among the other. Served by ix_usage_hours_time and ix_usage_created.
     """
     query = query_of(whole_hours, start_ms, end_ms, width_ms, keys)
     source = _source(whole_hours)
+    of_tests = source.project_id.like(mode.LIKE, escape="\\")
+    query = query.where(of_tests if is_test else ~of_tests)
     for name, allowed in filters.items():
         query = query.where(getattr(source, name).in_(allowed))
     if embeddings is not None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.billing import correction_queries, service, usage_queries
 from batchsvc.billing.line_items import CORRECTIONS, Item, Usage, items
 from batchsvc.billing.usage import Bucket, Kind, Question, page_of, parse, spans
@@ -28,9 +30,19 @@ _PRICE_ROW = ("model", "tier", "price_version")
 Group = tuple[tuple[str, Any], ...]  # (name, value) of everything that was grouped by
 
 
-def answer(session: Session, kind: Kind, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The page of buckets that the arguments of a URL ask for. Raises InvalidRequestError, which names one."""
+def answer(
+    session: Session, kind: Kind, arguments: Sequence[tuple[str, str]], *, test_project_id: str | None = None
+) -> dict[str, Any]:
+    """The page of buckets that the arguments of a URL ask for. Raises InvalidRequestError, which names one.
+
+    With `test_project_id` it is that of this project for tests alone; without, nothing of test mode is in it.
+    """
     question = parse(kind, arguments)
+    if test_project_id is not None:
+        question = replace(question, filters={**question.filters, "project_ids": (test_project_id,)})
+    elif asked := question.filters.get("project_ids"):
+        live = tuple(project_id for project_id in asked if not mode.is_test(project_id))
+        question = replace(question, filters={**question.filters, "project_ids": live})
     page = page_of(question, database_now_ms(session) // 1000)
     results = _results(session, question, page.buckets)
     return {
@@ -138,6 +150,7 @@ def _sums(
             filters=_column_filters(question),
             embeddings=None if question.kind == Kind.COSTS else question.kind == Kind.EMBEDDINGS,
             in_batches=question.batch,
+            is_test=any(map(mode.is_test, question.filters.get("project_ids", ()))),
         )
         for bucket_ms, values, usage in found:
             yield max(bucket_ms // 1000, start_s), values, usage

@@ -36,6 +36,9 @@ def create(
         str | None, typer.Option("--project", metavar="P", help="Its project (a name is made on first use).")
     ] = None,
     is_admin: Annotated[bool, typer.Option("--admin", help="A key that may also manage keys and models.")] = False,
+    is_test: Annotated[
+        bool, typer.Option("--test", help="A key of test mode: no weights, no money, magic prompts (README).")
+    ] = False,
     scope: ScopeOption = None,
     expires: ExpiresOption = None,
     server: AdminOptions,
@@ -43,6 +46,8 @@ def create(
     """Make a key. Its text is shown this once; the service keeps a hash."""
     console = server.console
     body: dict[str, Any] = {"name": name, "project": project, "is_admin": is_admin, "scopes": scope or []}
+    if is_test:
+        body["is_test"] = True
     if expires is not None:
         body["expires_in_seconds"] = seconds("--expires", expires)
     with opened_organization(server) as organization:
@@ -65,6 +70,7 @@ def list_keys(
         {
             **row,
             "admin": "yes" if row["is_admin"] else "",
+            "mode": row.get("mode", "live"),
             "scopes": " ".join(row["scopes"]) or "all",
             "created": local_time(row["created_at"]),
             "last used": _time(row["last_used_at"]),
@@ -73,7 +79,7 @@ def list_keys(
         }
         for row in found
     ]
-    columns = ("id", "name", "project_id", "admin", "scopes", "created", "last used", "expires", "revoked")
+    columns = ("id", "name", "project_id", "admin", "mode", "scopes", "created", "last used", "expires", "revoked")
     console.table(rows, columns)
 
 

@@ -6,10 +6,10 @@ body get the same answer, or the same refusal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from batchsvc.batches import endpoints
+from batchsvc.batches import endpoints, magic
 from batchsvc.batches.body_values import wrong
 from batchsvc.batches.line_prompt import Fitting, tokenized
 from batchsvc.errors import InvalidRequestError
@@ -76,6 +76,14 @@ def ask(endpoint: str, body: Body, text: TextModel, *, default_max_tokens: int) 
     if params.get("logprobs") is not None:
         _refuse_many_logprobs(asked, params["logprobs"])
     return asked
+
+
+def with_magic(asked: Asked, body: Body) -> Asked:
+    """The same of a test key, with what its prompt asks of the engine of test mode. Raises InvalidRequestError."""
+    try:
+        return replace(asked, params=asked.params | magic.params_of(body.rest))
+    except RequestError as error:
+        raise refused(error) from error
 
 
 def _refuse_many_logprobs(asked: Asked, top: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from batchsvc import ids
+from batchsvc import ids, mode
 from batchsvc.accounts import service as accounts
 from batchsvc.accounts.service import Caller
 from batchsvc.batches import models
@@ -23,7 +23,7 @@ from batchsvc.billing.call_service import PricedCall
 from batchsvc.billing.pricing import most_nanos
 from batchsvc.db.session import Database
 from batchsvc.errors import NoFundsError, NotFoundError, OverloadedError, UnavailableError
-from batchsvc.interactive.asked import Asked, Body, ask, read_body
+from batchsvc.interactive.asked import Asked, Body, ask, read_body, with_magic
 from batchsvc.interactive.shapes import Head
 from batchsvc.interactive.wire import Ended, NewCall
 from batchsvc.money import format_dollars, line_cost_nanos
@@ -92,9 +92,11 @@ def prepare(db: Database, settings: Settings, caller: Caller, endpoint: str, dat
         salt = accounts.salts(session, [caller.project_id])[caller.project_id]
         is_held = call_service.is_limited(session, caller.project_id)
     asked = ask(endpoint, body, _text(model_id, path, digest), default_max_tokens=settings.default_max_tokens)
+    if mode.is_test(caller.project_id):
+        asked = with_magic(asked, body)
     if is_held:
         _hold(db, priced, asked)
-    return _prepared(digest, priced, asked, body, salt, is_held)
+    return _prepared(mode.served_by(caller.project_id, digest), priced, asked, body, salt, is_held)
 
 
 def _prepared(digest: str, priced: PricedCall, asked: Asked, body: Body, salt: str, is_held: bool) -> PreparedCall:

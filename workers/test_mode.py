@@ -1,0 +1,91 @@
+"""Test mode in a control process: an engine worker without weights for the lines of test keys, of all models.
+
+It claims and writes as any worker does, only under test mode's digest (batchsvc/mode.py) and with the engine that does
+what magic prompts ask. It begins once there is a project for tests: a deployment that has none runs nothing for it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from batchsvc import mode
+from batchsvc.accounts import service as accounts
+from batchsvc.batches import magic, magic_queries
+from batchsvc.db.session import Database
+from batchsvc.dispatch import CeleryDispatcher
+from batchsvc.settings import Settings
+from batchsvc.store.s3 import ObjectStore
+from workers.magic_engine import MagicEngine
+from workers.step import EngineRun
+from workers.thread import WorkThread
+
+_LOOK_S = 1.0  # how soon a first test key has somebody to run its lines
+
+log = structlog.get_logger(__name__)
+
+
+class TestMode:
+    """The worker of test mode, from its first need to the end of the process."""
+
+    def __init__(self, settings: Settings, owner: str) -> None:
+        self._settings = settings
+        self._owner = owner
+        self._run: EngineRun | None = None
+        self._ended = threading.Event()
+        self._watch = WorkThread("test-mode", self._wait, self._crashed)
+
+    def start(self) -> None:
+        """Look for a project for tests from now on."""
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Give back what is held, and end."""
+        self._ended.set()
+        self._watch.join(self._settings.term_grace_s)
+        if self._run is not None:
+            self._run.signalled()
+            self._run.drain()
+
+    def _wait(self) -> None:
+        db = Database(self._settings.database_url, pool_size=1)
+        try:
+            while not self._is_needed(db):
+                if self._ended.wait(_LOOK_S):
+                    return
+        finally:
+            db.dispose()
+        run = self._opened()
+        run.start()
+        self._run = run
+
+    def _is_needed(self, db: Database) -> bool:
+        try:
+            with db.reading() as session:
+                return accounts.has_test_project(session)
+        except SQLAlchemyError:  # it is asked again
+            return False
+
+    def _opened(self) -> EngineRun:
+        settings = self._settings
+        db = Database(settings.database_url)
+
+        def expire(request_id: str) -> None:
+            unit_id = request_id.partition(":")[0]
+            db.run(lambda session: magic_queries.expire_soon(session, unit_id, magic.EXPIRES_IN_S))
+
+        return EngineRun(
+            settings,
+            db,
+            ObjectStore(settings),
+            CeleryDispatcher(settings.redis_url),
+            MagicEngine(on_expire=expire, max_running=settings.max_running),
+            digest=mode.DIGEST,
+            owner=self._owner,
+            on_failure=lambda: log.error("test_mode.failed", worker=self._owner),
+        )
+
+    def _crashed(self, error: Exception) -> None:
+        log.error("test_mode.not_started", error=type(error).__name__)

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 _MESSAGES = "/v1/messages"
-_ADMIN = ("/v1/admin/", "/v1/organization/")
 _OPEN = ("/livez", "/readyz", "/metrics")  # no key, or none from this machine
 _SAYS = {
     400: "An argument can't be used; `param` names it.",
@@ -19,6 +18,7 @@ _SAYS = {
     404: "There is no such object in the key's project.",
     413: "The body is too large.",
     422: "The Idempotency-Key named another call.",
+    429: "The key or its project is at a limit; `Retry-After` says when to try again.",
     503: "A part that this call needs doesn't answer; `Retry-After` says when to try again.",
 }
 _TEXT = {"type": "string"}
@@ -86,11 +86,9 @@ def takes_form(file: str, *fields: str) -> dict[str, Any]:
 def _errors(path: str, method: str, operation: Mapping[str, Any]) -> Iterator[int]:
     if path in _OPEN:
         return
-    yield from (400, 401, 404, 503)
+    yield from (400, 401, 403, 404, 429, 503)
     if method == "post":
-        yield from (403, 413)
-    elif path.startswith(_ADMIN):
-        yield 403
+        yield 413
     if any(one["name"].lower() == "idempotency-key" for one in operation.get("parameters", ())):
         yield 422
 

@@ -120,18 +120,3 @@ def test_a_registered_model_is_told_of(api: Api) -> None:
     body = {"name": "audited-model", "path": "/models/x", "digest": DIGEST, "context_tokens": 64}
     change(api, "/v1/admin/models", body)
     assert [row["type"] for row in mine(api, before)] == ["model.registered"]
-
-
-@on_sqlite
-def test_invoices_tell_of_each_step_once(api: Api) -> None:
-    project = f"/v1/admin/projects/{api.project_id}"
-    change(api, f"{project}/party", BUYER)
-    before = {row["id"] for row in rows(api)}
-    draft = change(api, "/v1/admin/invoices", {"project": api.project_id, "month": "2024-01"})
-    change(api, f"/v1/admin/invoices/{draft['id']}/issue", {})
-    change(api, f"/v1/admin/invoices/{draft['id']}/issue", {})  # changes nothing
-    change(api, f"/v1/admin/invoices/{draft['id']}/void", {"reason": "a wrong month"})
-    found = mine(api, before)
-    assert [row["type"] for row in found] == ["invoice.drafted", "invoice.issued", "invoice.voided"]
-    assert found[2]["invoice.voided"]["reason"] == "a wrong month"
-    assert {row["project"]["id"] for row in found} == {api.project_id}

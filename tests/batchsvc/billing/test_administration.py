@@ -1,0 +1,59 @@
+"""Each step of an invoice leaves one audit row in the transaction of the step; one that was made before leaves none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from batchsvc.audit.actor import Actor, ActorKind
+from batchsvc.audit.tables import AuditRow
+from batchsvc.billing import administration
+from batchsvc.billing.invoice_schemas import Change, DraftInvoice
+from batchsvc.billing.month import Month
+from tests.batchsvc.billing.books import Books
+
+JANUARY = Month.parse("2024-01")
+OPERATOR = Actor(kind=ActorKind.CLI, id="night@ops")
+
+
+@pytest.fixture
+def books(migrated_url: str) -> Iterator[Books]:
+    made = Books(migrated_url)
+    yield made
+    made.db.dispose()
+
+
+def test_steps_of_an_invoice_are_told_of_once(books: Books) -> None:
+    books.use(JANUARY.start_ms, [(50_000_000, 0, 3_000_000)])
+
+    def draft() -> dict[str, Any]:
+        body = DraftInvoice(project=books.project, month="2024-01")
+        return books.db.run(lambda session: administration.draft(session, OPERATOR, books.settings, body))
+
+    def act(name: str, action: administration.Action, **body: str) -> dict[str, Any]:
+        return books.db.run(
+            lambda session: administration.act(session, OPERATOR, books.settings, name, action, Change(**body))
+        )
+
+    made = draft()
+    number = act(made["id"], "issue")["number"]
+    act(number, "issue")  # changes nothing
+    act(number, "dispute", reason="not ours")
+    note = act(number, "credit_note", reason="a gift", key="once")
+    again = act(number, "credit_note", reason="a gift", key="once")
+    assert again["id"] == note["id"]
+    with books.db.reading() as session:
+        rows = list(session.scalars(select(AuditRow).order_by(AuditRow.effective_ms, AuditRow.id)))
+    told = {(row.action, row.target_id) for row in rows}
+    assert told == {
+        ("invoice.drafted", made["id"]),
+        ("invoice.issued", made["id"]),
+        ("invoice.disputed", made["id"]),
+        ("credit_note.issued", note["id"]),
+    }
+    assert len(rows) == 4
+    assert {(row.actor_id, row.project_id) for row in rows} == {("night@ops", books.project)}
+    assert {row.details.get("reason") for row in rows} == {None, "not ours", "a gift"}

@@ -102,7 +102,7 @@ template <class Dots, class Cache> class Walk {
 
   Keys open(const Item& item, int c, int place) {
     const int64_t at = item.head * Cache::head_bytes(dim);
-    return cache.open(place, x.k + at, x.v + at, x.s.block_bytes, dim, x.tables + item.span.table + c * CHUNK_BLOCKS,
+    return cache.template open<Dots::IN_PLACE>(place, x.k + at, x.v + at, x.s.block_bytes, dim, x.tables + item.span.table + c * CHUNK_BLOCKS,
                       std::min(CHUNK, most - c * CHUNK));
   }
 

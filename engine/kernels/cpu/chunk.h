@@ -1,5 +1,5 @@
-// Where the keys and values of a chunk come from. Keys are multiplied as they lie; values are laid out afresh, 32 tokens
-// one after the other, because that is what a tile takes, and as bf16.
+// Where the keys and values of a chunk come from. Keys are multiplied as they lie. Values are laid out afresh, 32 tokens one
+// after the other, where a tile takes them, and where they aren't bf16.
 //
 //   bf16   K [block][kv head][dim / 2][16][2], V [block][kv head][8][dim][2]: pairs of dimensions, pairs of tokens
 //   int8   K [block][kv head][dim / 4][16][4], V as above, and behind each head's values one float32 scale for each of the
@@ -21,15 +21,18 @@ class Bf16Cache {
   static void take_q(Tile& t, int r, const uint16_t* q, int dim) { std::memcpy((uint16_t*)t.q + r * dim, q, dim * 2); }
 
   // `k`, `v`: this head's first block; `stride`: bytes between blocks; `visible` keys of the chunk count. Valid until the
-  // same place among the ROUND is opened again.
+  // same place among the ROUND is opened again. `IN_PLACE`: blocks that are seen as a whole are read where they lie.
+  template <bool IN_PLACE>
   Keys open(int place, const uint8_t* k, const uint8_t* v, int64_t stride, int dim, const int32_t* blocks, int visible) {
     uint16_t* to = values.at(place * CHUNK * dim);
-    Keys keys{{}, {}, to, nullptr, visible};
+    Keys keys{{}, {}, {}, nullptr, visible};
     const int size = dim * BLOCK, whole = visible / 2 * dim * 2, padded = (visible + 31) / 32 * 32 * dim;
     for (int b = 0; b < CHUNK_BLOCKS; b++) {
       const int count = std::min(size, whole - b * size);
       keys.k[b] = k + blocks[b * BLOCK < visible ? b : 0] * stride;
-      if (count > 0) std::memcpy(to + b * size, v + blocks[b] * stride, count * 2);
+      keys.v[b] = to + b * size;
+      if (IN_PLACE && count == size) keys.v[b] = (const uint16_t*)(v + blocks[b] * stride);
+      else if (count > 0) std::memcpy(to + b * size, v + blocks[b] * stride, count * 2);
     }
     // What lies behind the last visible token was never written, or by somebody else: it may be NaN.
     std::memset(to + whole, 0, (padded - whole) * 2);
@@ -57,12 +60,14 @@ class Int8Cache {
     t.q_scale[r] = quantize_row(x, dim, (int8_t*)t.q + r * dim);
   }
 
+  template <bool>
   Keys open(int place, const uint8_t* k, const uint8_t* v, int64_t stride, int dim, const int32_t* blocks, int visible) {
     const int size = dim * BLOCK;
     uint16_t* to = values.at(place * CHUNK * dim);
     float* scale = scales.at(place * CHUNK);
-    Keys keys{{}, {}, to, scale, visible};
+    Keys keys{{}, {}, {}, scale, visible};
     for (int b = 0; b < CHUNK_BLOCKS; b++) {
+      keys.v[b] = to + b * size;
       const int64_t at = blocks[b * BLOCK < visible ? b : 0] * stride;
       keys.k[b] = k + at;
       keys.k_scale[b] = (const float*)(k + at + size);

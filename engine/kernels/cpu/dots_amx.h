@@ -11,6 +11,7 @@
 class AmxDots {
  public:
   static constexpr int ROWS = MAX_ROWS;
+  static constexpr bool IN_PLACE = false;  // a tile of values takes 32 tokens, which are two blocks
 
   ~AmxDots() { if (height) _tile_release(); }
 
@@ -49,7 +50,7 @@ class AmxDots {
       const int width = std::min(HELD, dim - base);
       if (dim > HELD) load(t.mixed + base, width, dim);
       for (int token = 0; token < keys.visible; token += 32) {
-        const uint16_t* v = keys.v + (token * dim + base * 2);
+        const uint16_t* v = keys.v[token / BLOCK] + base * 2;
         _tile_loadd(6, t.weight[0] + token, CHUNK * 2);
         _tile_loadd(7, v, dim * 4); _tile_dpbf16ps(0, 6, 7);
         _tile_loadd(7, v + 32, dim * 4); _tile_dpbf16ps(1, 6, 7);

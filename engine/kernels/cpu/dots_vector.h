@@ -4,6 +4,7 @@
 
 struct VectorDots {
   static constexpr int ROWS = 6;  // accumulators of a tile stay in registers
+  static constexpr bool IN_PLACE = true;
 
   void begin(int) {}
   void pick_up(const Tile&, int) const {}
@@ -87,15 +88,18 @@ struct VectorDots {
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < S; j++) acc[r][j] = load(t.mixed + r * dim + base + 16 * j);
-      for (int p = 0; p * 2 < keys.visible; p++) {
-        u32x16 value[S];
+      for (int first = 0; first < keys.visible; first += BLOCK) {
+        const uint16_t* v = keys.v[first / BLOCK] + base * 2;
+        for (int at = first; at < std::min(first + BLOCK, keys.visible); at += 2, v += dim * 2) {
+          u32x16 value[S];
 #pragma GCC unroll 4
-        for (int j = 0; j < S; j++) value[j] = load_u32(keys.v + (p * dim + base + 16 * j) * 2);
+          for (int j = 0; j < S; j++) value[j] = load_u32(v + 32 * j);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          uint32_t w; std::memcpy(&w, &t.weight[r][p * 2], 4);
+          for (int r = 0; r < R; r++) {
+            uint32_t w; std::memcpy(&w, &t.weight[r][at], 4);
 #pragma GCC unroll 4
-          for (int j = 0; j < S; j++) acc[r][j] = dot2(acc[r][j], u32x16{} + w, value[j]);
+            for (int j = 0; j < S; j++) acc[r][j] = dot2(acc[r][j], u32x16{} + w, value[j]);
+          }
         }
       }
 #pragma GCC unroll 8

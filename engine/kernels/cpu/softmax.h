@@ -64,7 +64,7 @@ struct Tile {
 struct Keys {
   const uint8_t* k[CHUNK_BLOCKS];       // as they lie in the cache, see chunk.h
   const float* k_scale[CHUNK_BLOCKS];   // [16], where keys are int8
-  const uint16_t* v;                    // [32 pairs of tokens][dim][2] bf16; finite beyond the visible ones
+  const uint16_t* v[CHUNK_BLOCKS];      // [8 pairs of tokens][dim][2] bf16; finite beyond the visible ones, as far as 32 tokens
   const float* v_scale;                 // [64], where values were int8; 0 beyond the visible ones
   int visible;
 };

@@ -45,7 +45,7 @@ from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher, Dispatcher
 from batchsvc.errors import ServiceError
 from batchsvc.health import Checks
-from batchsvc.http import errors
+from batchsvc.http import certificate, errors
 from batchsvc.http.deps import Context
 from batchsvc.http.description import describe, sends
 from batchsvc.http.middleware import BodyLimit, RequestMiddleware
@@ -178,6 +178,7 @@ def main() -> None:
         migrate.make_or_require(settings.database_url)
         ObjectStore(settings).ensure_bucket()
         tracing.start(settings.otlp_endpoint, "api")
+        tls = certificate.uvicorn_options(settings)
         app = create_app(settings)
     except migrate.SchemaError as error:
         sys.stderr.write(f"{error.message}\n")
@@ -192,6 +193,7 @@ def main() -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_S,
+        **tls,
     )
 
 

@@ -176,6 +176,10 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")
     port: int = Field(default=8080, ge=0, le=65535, description="port of the API")
+    tls_cert: str | None = Field(
+        default=None, description="file with the API's certificate and its chain (PEM); unset: plain HTTP, for a proxy"
+    )
+    tls_key: str | None = Field(default=None, description="file with the key of that certificate (PEM)")
     signals_host: str = Field(
         default="127.0.0.1",
         description="address on which control and engine processes serve /livez, /readyz and /metrics",
@@ -342,6 +346,13 @@ class Settings(BaseSettings):
     def _names_windows(cls, value: str) -> str:
         if not _WINDOWS.fullmatch(value):
             raise ValueError("it names windows in minutes, hours or days, such as 24h,1h,7d")
+        return value
+
+    @field_validator("tls_key")
+    @classmethod
+    def _belongs_to_a_certificate(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) != (info.data.get("tls_cert") is None):
+            raise ValueError("it and BATCHSVC_TLS_CERT belong together: set both, or neither")
         return value
 
     @field_validator("renew_s")

@@ -86,6 +86,10 @@ class Plan:
         for name, text in self.extra.items():
             if not _SETTING.fullmatch(name) or not _PLAIN.fullmatch(text):
                 raise PlanError(f"--set takes NAME=VALUE without quotes, $ or %, not {name}={text!r}.", param="set")
+            if name in ("BATCHSVC_TLS_CERT", "BATCHSVC_TLS_KEY"):
+                raise PlanError(
+                    f"--set can't take {name}: probes ask by HTTP here, and a proxy speaks TLS.", param="set"
+                )
             if name in SECRET_SETTINGS:
                 raise PlanError(f"--set can't take {name}, which is a secret: it goes into a file.", param="set")
 

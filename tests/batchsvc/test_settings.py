@@ -102,6 +102,7 @@ UNCHECKED = {  # any text is one: a name, a path, an address
     "s3_region",
     "model",
     "fake_witness",
+    "tls_cert",
     "draft",
     "models",
     "worker_name",
@@ -109,11 +110,13 @@ UNCHECKED = {  # any text is one: a name, a path, an address
     "host",
 }
 OWN = {
+    "tls_key": "/key.pem",
     "database_url": "mysql://x",
     "redis_url": "amqp://x",
     "s3_endpoint": "minio:9000",
     "public_s3_url": "minio",
     "public_url": "example.com",
+    "otlp_endpoint": "collector:4317",
     "bucket": "ab",
     "fake_faults": "oops",
     "split_listen": "tcp://h:1",

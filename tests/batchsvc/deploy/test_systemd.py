@@ -168,6 +168,7 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
         ({"model": "a$(b)"}, "--model can't be"),
         ({"image": 'x"y'}, "--image can't be"),
         ({"extra": {"BATCHSVC_X": "a\nb"}}, "--set takes NAME=VALUE"),
+        ({"extra": {"BATCHSVC_TLS_CERT": "/a.pem"}}, "a proxy speaks TLS"),
         ({"extra": {"DATABASE_URL": "postgresql://u:p@h/x"}}, "which is a secret"),
     ],
 )

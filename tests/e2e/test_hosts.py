@@ -1,0 +1,126 @@
+"""Three hosts are brought up by nothing but the commands that `deploy systemd` prints, and run a batch together."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from batchsvc.deploy.probe import main
+from tests.e2e.conftest import FAST_SETTINGS, CommandLine, line
+from tests.e2e.hosts import Hosts, hosts, may_make_namespaces
+from tests.tiny import make_tiny_model
+
+LEASE_S = 4
+SETTINGS = {
+    **{name: value for name, value in FAST_SETTINGS.items() if name not in ("BATCHSVC_TERM_GRACE_S",)},
+    "BATCHSVC_LEASE_S": str(LEASE_S),
+    "BATCHSVC_UNIT_LINES": "8",
+    "BATCHSVC_MAX_RUNNING": "8",
+}
+
+
+class Deployed:
+    """Hosts on which everything runs, and a client of their API."""
+
+    def __init__(self, made: Hosts, cli: CommandLine, *, speed: int) -> None:
+        self.hosts = made
+        self.model = str(make_tiny_model(made.base / "tiny", context_tokens=2048))
+        values = {**SETTINGS, "BATCHSVC_FAKE_TOKENS_PER_S": str(speed)}
+        flags = [flag for name, value in values.items() for flag in ("--set", f"{name}={value}")]
+        printed = cli(
+            *("deploy", "systemd", "--to", made.base / "deploy", "--model", self.model, "--term-grace-s", "3"),
+            *(*made.flags(), *flags),
+        )
+        assert printed.code == 0, printed.err
+        self.secrets = {path.name: path.read_text().strip() for path in (made.base / "deploy" / "secrets").iterdir()}
+        assert not any(secret in printed.out + printed.err for secret in self.secrets.values())
+        done = made.run(printed.out)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{made.logs()}"
+        assert (made.base / "deploy" / "secrets" / "admin_key").stat().st_mode & 0o777 == 0o600
+        api = made.names[1]
+        key = made.on(api, f"{made.base}/{api}/etc/here keys create app --from-env")
+        assert key.returncode == 0, key.stderr
+        assert main([f"http://{api}:8080/readyz", "60"]) == 0, made.logs()
+        self.client = openai.OpenAI(base_url=f"http://{api}:8080/v1", api_key=key.stdout.strip(), max_retries=10)
+
+    def submit(self, count: int, *, tokens: int) -> str:
+        rows = [line(number, self.model, max_tokens=tokens, ignore_eos=True) for number in range(count)]
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file = self.client.files.create(file=("in.jsonl", data), purpose="batch")
+        created = self.client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        return created.id
+
+    def wait(self, batch_id: str, *, until: Any = None, limit_s: float = 150) -> Any:
+        deadline = time.monotonic() + limit_s
+        while True:
+            batch = self.client.batches.retrieve(batch_id)
+            assert batch.status not in ("failed", "expired", "cancelled"), batch
+            if batch.status == "completed" or (until is not None and until(batch)):
+                return batch
+            assert time.monotonic() < deadline, f"{batch}\n{self.hosts.logs()}"
+            time.sleep(0.2)
+
+    def rows(self, batch: Any) -> list[dict[str, Any]]:
+        text = self.client.files.content(batch.output_file_id).text
+        return [json.loads(row) for row in text.splitlines()]
+
+
+@pytest.fixture
+def loopback() -> Iterator[Hosts]:
+    with hosts(3, in_namespaces=False) as made:
+        yield made
+
+
+def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(loopback: Hosts, cli: CommandLine) -> None:
+    deployed = Deployed(loopback, cli, speed=100_000)
+    batch = deployed.wait(deployed.submit(40, tokens=8))
+    rows = deployed.rows(batch)
+    assert [row["custom_id"] for row in rows] == [f"r{number}" for number in range(40)]
+    assert batch.usage.output_tokens == 320
+    api = loopback.names[1]
+    again = loopback.on(api, "sh batchsvc-deploy/setup.sh")
+    assert again.returncode == 0, again.stderr  # setup may be run again, over what runs
+    assert deployed.rows(deployed.client.batches.retrieve(batch.id)) == rows
+    shown = loopback.on(api, f"{loopback.base}/{api}/etc/here config show --from-env --json")
+    told = {row["name"]: row for row in json.loads(shown.stdout)["settings"]}
+    assert told["DATABASE_URL"]["source"] == "file"
+    assert told["BATCHSVC_LEASE_S"]["value"] == LEASE_S
+    kept = list(loopback.base.glob("*/run/*.log"))
+    text = "".join(path.read_text(errors="replace") for path in kept) + shown.stdout
+    assert not any(secret in text for secret in deployed.secrets.values())
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_batch_ends_though_a_worker_host_lost_its_network(cli: CommandLine) -> None:
+    """Four hosts in namespaces of their own, two of them with a worker: one's cable is pulled in mid-batch for good;
+    then the other's, for longer than a lease, while nobody else is left."""
+    if not may_make_namespaces():
+        pytest.skip("network namespaces need root; the same hosts on loopback are tested above")
+    with hosts(4, in_namespaces=True) as made:
+        deployed = Deployed(made, cli, speed=300)
+        third, fourth = made.names[2:]
+        batch_id = deployed.submit(96, tokens=20)
+        deployed.wait(batch_id, until=lambda batch: batch.request_counts.completed >= 16)
+        made.link(third, is_up=False)
+        batch = deployed.wait(batch_id)
+        assert len(deployed.rows(batch)) == 96
+        assert batch.usage.output_tokens == 96 * 20
+        second_id = deployed.submit(64, tokens=20)
+        deployed.wait(second_id, until=lambda batch: batch.request_counts.completed >= 8)
+        made.link(fourth, is_up=False)
+        time.sleep(2 * LEASE_S)
+        before = deployed.client.batches.retrieve(second_id).request_counts.completed
+        time.sleep(LEASE_S)
+        assert deployed.client.batches.retrieve(second_id).request_counts.completed == before  # nobody is left
+        made.link(fourth, is_up=True)
+        second = deployed.wait(second_id)
+        assert len(deployed.rows(second)) == 64
+        assert second.usage.output_tokens == 64 * 20

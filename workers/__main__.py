@@ -61,12 +61,9 @@ def _run_engine(settings: Settings, signals: Signals) -> int:
     baton = switching.taken()
     try:
         run = open_engine_run(settings, baton)
-    except (EngineError, ServiceError) as error:
-        back = baton.returned(str(error)) if baton and not isinstance(error, DeviceError) else None
-        if back is None:
-            raise
-        sys.stderr.write(f"{error} The worker goes back to the model that it served.\n")
-        switching.hand_on(back)
+    except switching.NotLoadedError as error:
+        sys.stderr.write(f"{error} The worker goes back to another model of its own.\n")
+        switching.hand_on(error.back)
         raise
     signals.watch(run.trouble, run.shown, run.digest)
     code = run_engine(run, settings)

@@ -26,10 +26,11 @@ from batchsvc.batches.reading import PlanContext
 from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher
-from batchsvc.errors import UnavailableError
+from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.config import EngineConfig, Formats
+from engine.errors import DeviceError, EngineError
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.load.origin import draft_project_of
@@ -42,7 +43,7 @@ from workers.plan import Planner
 from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
-from workers.switching import Announcer, Baton, LineUp, OwnModel, Switcher
+from workers.switching import Announcer, Baton, LineUp, NotLoadedError, OwnModel, Switcher
 from workers.test_mode import TestMode
 from workers.webhooks import Courier
 
@@ -139,7 +140,15 @@ def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun
         if baton is None
         else Announcer(db, owner, chosen.digest, line_up.place(), baton.before, settings.renew_s)
     ):
-        run = _open_run(settings, db, store, chosen, owner, line_up, checked=() if baton else own)
+        try:
+            run = _open_run(settings, db, store, chosen, owner, line_up, checked=() if baton else own)
+        except (EngineError, ServiceError) as error:
+            first = own[0] if chosen.digest != own[0].digest else None
+            to = baton or Baton(own=own, digest=chosen.digest, source=chosen.source, back=first)
+            back = None if isinstance(error, DeviceError) else to.returned(str(error))
+            if back is None:
+                raise
+            raise NotLoadedError(str(error), back) from error
     run.swap_began_s = baton.began_s if baton else None
     if settings.role != "unified":
         return run

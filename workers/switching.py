@@ -33,6 +33,7 @@ from batchsvc.batches.model_switch import Seat
 from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
+from batchsvc.errors import UnavailableError
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from workers.thread import WorkThread
@@ -72,6 +73,14 @@ class Baton:
             return None
         refused = {**self.refused, self.digest: (sentence, monotonic_s() + _REFUSED_S)}
         return replace(self, digest=self.back.digest, source=self.back.source, back=None, refused=refused)
+
+
+class NotLoadedError(UnavailableError):
+    """A model can't be loaded, and the worker can go back to another one: `back` says to which."""
+
+    def __init__(self, message: str, back: Baton) -> None:
+        super().__init__(message)
+        self.back = back
 
 
 def taken() -> Baton | None:

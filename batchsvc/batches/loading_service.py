@@ -41,7 +41,8 @@ def unload(session: Session, actor: Actor, name: str, worker: str | None, renew_
     serving = {one.id: one for one in alive.get(row.digest, [])}
     leaving = {key: one for key, one in serving.items() if worker is None or one.name == worker}
     for one in leaving.values():
-        if set(one.models or [one.model_digest]) == {row.digest}:
+        told = [*(one.models or [one.model_digest])]  # with its last heartbeat; what was ordered since counts, too
+        if set(switch_queries.wanted(session, [one.name or one.id], told)) <= {row.digest}:
             raise InvalidRequestError(
                 f"{row.id} is the only model of the worker {one.name or one.id}: load another one there first, or stop "
                 "that worker.",

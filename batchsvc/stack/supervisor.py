@@ -303,7 +303,7 @@ class Supervisor:
 
         def free(session: Session) -> int:
             freed = unit_queries.free_owner(session, self._host, pid)
-            worker_queries.retire_process(session, self._host, pid)
+            worker_queries.mark_dead(session, self._host, pid)
             return freed
 
         assert self._database is not None, "the database is opened before any engine starts"

@@ -96,6 +96,13 @@ def test_unloading_what_is_needed_is_refused_by_name(world: World) -> None:
     unload(world, "other")
 
 
+def test_unloads_in_a_row_leave_each_worker_a_model(world: World) -> None:
+    start(world, "h:1:a", "one", DIGEST, OTHER)
+    unload(world, "other")
+    with pytest.raises(InvalidRequestError, match="tiny is the only model of the worker one"):
+        unload(world, "tiny")  # the worker hasn't even heard of the first
+
+
 def test_bad_loads(world: World) -> None:
     start(world, "h:1:a", "one", DIGEST)
     with pytest.raises(NotFoundError, match="no model nope: `batchsvc models add nope`"):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from batchsvc import mode
 from batchsvc.accounts.key_administration import MOST_LIFE_S, MadeKey
 from batchsvc.accounts.limits import MOST_PER_MINUTE, Limits
 from batchsvc.accounts.service import limits_of
@@ -199,7 +200,7 @@ def deleted_object(object_id: str, kind: str) -> dict[str, Any]:
 
 def redacted(row: ApiKey) -> str:
     """The public part of a key's text."""
-    return f"sk_{row.id}_***"
+    return f"sk_{'test_' if mode.is_test(row.project_id) else ''}{row.id}_***"
 
 
 def _or_unlimited(limit: int | None) -> int:

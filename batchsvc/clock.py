@@ -7,7 +7,12 @@ import time
 
 def now_ms() -> int:
     """Wall-clock time in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
+    return now_ns() // 1_000_000
+
+
+def now_ns() -> int:
+    """The same in nanoseconds."""
+    return time.time_ns()
 
 
 def monotonic_s() -> float:

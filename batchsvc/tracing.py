@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import structlog
 
+from batchsvc.clock import now_ns
 from batchsvc.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -69,11 +69,6 @@ def stop() -> None:
 def is_on() -> bool:
     """Whether spans are made: then it is worth finding out what they are to say."""
     return _tracing is not None
-
-
-def now_ns() -> int:
-    """The wall clock, in nanoseconds: when something begins that a span will be about."""
-    return time.time_ns()
 
 
 def record(
@@ -176,7 +171,7 @@ class _Tracing:
             )
             if is_error:
                 span.set_status(self._trace.StatusCode.ERROR)
-            span.end(max(ended_ns or time.time_ns(), began_ns))
+            span.end(max(ended_ns or now_ns(), began_ns))
         finally:
             self._forced.trace_id = self._forced.span_id = None
 

@@ -23,7 +23,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import structlog
 from sqlalchemy.orm import Session
 
-from batchsvc import counters, failpoints, tracing
+from batchsvc import counters, failpoints
 from batchsvc.batches import finalize_queries, garbage_queries, never_ran, part_file, window_file
 from batchsvc.batches.damage import DamagedObjectError, verified
 from batchsvc.batches.finalize_queries import Finalizing, ResultFile, WindowToMerge
@@ -32,6 +32,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.part_file import PartRows
 from batchsvc.batches.traces import BatchTraces
 from batchsvc.batches.window_spool import Numbers, WindowSpool
+from batchsvc.clock import now_ns
 from batchsvc.db.session import Database
 from batchsvc.settings import Settings
 from batchsvc.store import keys
@@ -84,7 +85,7 @@ class Finalizer:
 
     def finalize(self, batch_id: str) -> bool:
         """Finalize a batch that is due. False: it isn't, or somebody else does it. Safe to run twice at once."""
-        lease_s, began_ns = self._settings.lease_s, tracing.now_ns()
+        lease_s, began_ns = self._settings.lease_s, now_ns()
         lease = self._db.run(lambda session: finalize_queries.begin(session, batch_id, self._owner, lease_s))
         if lease is None:
             return False
@@ -166,7 +167,7 @@ class _Attempt:
             self._check()
             results = [_result(kind, done) for kind, stream in self._streams.items() if (done := stream.finish())]
             failpoints.reach("batch.publishing")
-            file_ttl_s, self.publishing_ns = self._settings.file_ttl_s, tracing.now_ns()
+            file_ttl_s, self.publishing_ns = self._settings.file_ttl_s, now_ns()
             return self._fenced(
                 finalize_queries.publish, results, completed=completed, failed=failed, file_ttl_s=file_ttl_s
             )

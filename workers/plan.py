@@ -15,13 +15,13 @@ from functools import partial
 import structlog
 from sqlalchemy import Select
 
-from batchsvc import tracing
 from batchsvc.batches import finalize_queries, plan_queries, quote_planning, quote_queries, unit_queries
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.planning import PlanProgress, plan_next_window
 from batchsvc.batches.reading import PlanContext
 from batchsvc.batches.repair import rebuild_next_window
 from batchsvc.batches.traces import BatchTraces
+from batchsvc.clock import now_ns
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import Dispatcher
 from workers.importer import Importer
@@ -65,7 +65,7 @@ class Planner:
         if rebuild_next_window(self._context, batch_id, self._owner):
             self._start(batch_id)
             return PlanProgress.DONE
-        began_ns = tracing.now_ns()
+        began_ns = now_ns()
         progress = plan_next_window(self._context, batch_id, self._owner)
         self._traces.planned(batch_id, progress.name.lower(), began_ns=began_ns)
         log.info("batch.planned", batch=batch_id, progress=progress.name)

@@ -21,13 +21,13 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from batchsvc import failpoints, tracing
+from batchsvc import failpoints
 from batchsvc.batches import resume_queries, unit_queries
 from batchsvc.batches.resume_file import Unfinished
 from batchsvc.batches.resume_queries import SavedSequences
 from batchsvc.batches.traces import BatchTraces
 from batchsvc.batches.unit_queries import Claim, ClaimedUnit, NewPart
-from batchsvc.clock import monotonic_s
+from batchsvc.clock import monotonic_s, now_ns
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
 from batchsvc.store.s3 import ObjectStore
@@ -74,7 +74,7 @@ class _Buffer:
     saved_key: str | None = None  # where, if this owner has saved any
     num_saves: int = 0
     write: _Write | None = None
-    began_ns: int = field(default_factory=tracing.now_ns)
+    began_ns: int = field(default_factory=now_ns)
 
     def __post_init__(self) -> None:
         self.num_left = self.unit.num_lines - int.from_bytes(self.unit.done_bitmap, "little").bit_count()
@@ -261,7 +261,7 @@ class Writer:
         if buffer.write is None:
             buffer.write = self._take(buffer)
         write = buffer.write
-        began_ns = tracing.now_ns()
+        began_ns = now_ns()
         self._put(buffer, write)
         if not self._leases.is_held(unit.claim):
             return self._lose(buffer)

@@ -23,6 +23,7 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.message_schemas import CreateMessageBatch
 from batchsvc.batches.message_service import Results
+from batchsvc.clock import now_ns
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import stored_limit
 from batchsvc.files.tables import File
@@ -48,7 +49,7 @@ async def create_batch(
     request: Request, caller: CallerDep, context: ContextDep, arrived_ms: ArrivalDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
     """Create a message batch of the requests in the call, which may be large: they are stored as they come."""
-    began_ns = tracing.now_ns()
+    began_ns = now_ns()
     given, num_requests = await message_intake.received(request, context, caller.project_id)
     batch_id = ids.message_batch_id()
     digest = given.stored.sha256  # the same requests are the same lines

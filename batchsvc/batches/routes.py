@@ -22,6 +22,7 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import CreateBatch
 from batchsvc.batches.tables import Batch
+from batchsvc.clock import now_ns
 from batchsvc.errors import InvalidRequestError
 from batchsvc.files import stored_limit
 from batchsvc.files.request_object import request_object
@@ -44,7 +45,7 @@ def create_batch(
     repetition: RepetitionDep,
 ) -> dict[str, Any]:
     """Create a batch. Its planning is asked for after the commit; if that message is lost, the reaper asks again."""
-    batch_id, began_ns = ids.batch_id(), tracing.now_ns()
+    batch_id, began_ns = ids.batch_id(), now_ns()
     if body.endpoint == MESSAGES:
         raise InvalidRequestError(
             f"endpoint: batches of {MESSAGES} are created with POST {MESSAGES}/batches.",

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
-from batchsvc import ids, tracing
+from batchsvc import ids
 from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.idempotency import Repetition, RepetitionDep
@@ -20,6 +20,7 @@ from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.schemas import RunAgain
 from batchsvc.batches.tables import Batch
+from batchsvc.clock import now_ns
 from batchsvc.http.deps import Context, ContextDep
 
 router = APIRouter(prefix="/v1/batches/{batch_id}")
@@ -58,7 +59,7 @@ def continue_batch(
 def _again(
     caller: Caller, context: Context, batch_id: str, repetition: Repetition, body: RunAgain | None, scope: Scope
 ) -> dict[str, Any]:
-    wishes, call, began_ns = body or RunAgain(), f"batches/{batch_id}/{scope}", tracing.now_ns()
+    wishes, call, began_ns = body or RunAgain(), f"batches/{batch_id}/{scope}", now_ns()
     with context.db.reading() as session:
         asked = (caller.project_id, call, repetition.key, wishes.model_dump())
         if (before := idempotency.answered(session, *asked)) is not None:  # its results may be gone since

@@ -13,7 +13,6 @@ file.upload         the root of the trace
 from __future__ import annotations
 
 import structlog
-from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from batchsvc import tracing
@@ -141,13 +140,13 @@ class BatchTraces:
         if batch_id not in self._files:
             try:
                 with self._db.reading() as session:
-                    found = session.scalar(select(Batch.input_file_id).where(Batch.id == batch_id))
+                    row = session.get(Batch, batch_id)
             except SQLAlchemyError as error:
                 log.info("trace.lacks_a_span", batch=batch_id, error=type(error).__name__)
                 return None
-            if found is None:
+            if row is None:
                 return None
             while len(self._files) >= _MOST_KNOWN:
                 self._files.pop(next(iter(self._files)), None)
-            self._files[batch_id] = found
+            self._files[batch_id] = row.input_file_id
         return self._files.get(batch_id)

@@ -22,6 +22,7 @@ from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import Repetition, RepetitionDep
 from batchsvc.accounts.service import Caller
+from batchsvc.clock import now_ns
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
 from batchsvc.files import life_queries, service, stored_limit
 from batchsvc.files.retention import LEAST_LIFE_S, MOST_LIFE_S
@@ -51,7 +52,7 @@ async def create_file(
     request: Request, caller: CallerDep, context: ContextDep, repetition: RepetitionDep
 ) -> dict[str, Any]:
     """Upload a file. Fields: `file`, `purpose`, and at will `expires_after[anchor]` with `expires_after[seconds]`."""
-    file_id, began_ns = ids.file_id(), tracing.now_ns()
+    file_id, began_ns = ids.file_id(), now_ns()
     key = keys.input_file(caller.project_id, file_id)
     form = Form(request.headers.get("content-type"))
     length = request.headers.get("content-length")

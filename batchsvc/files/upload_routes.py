@@ -16,6 +16,7 @@ from batchsvc.accounts import idempotency
 from batchsvc.accounts.caller import CallerDep
 from batchsvc.accounts.door import default_limits
 from batchsvc.accounts.idempotency import ArrivalDep, RepetitionDep, Sent
+from batchsvc.clock import now_ns
 from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from batchsvc.files import life_queries, stored_limit
 from batchsvc.files import service as files
@@ -119,7 +120,7 @@ async def complete_upload(
     whole = await run_in_threadpool(look)
     if not isinstance(whole, Assembly):
         return whole
-    file_id, began_ns = ids.file_id(), tracing.now_ns()
+    file_id, began_ns = ids.file_id(), now_ns()
     key = keys.input_file(caller.project_id, file_id)
     sink = StoreSink(context.store, key, context.settings.max_input_bytes)
     try:

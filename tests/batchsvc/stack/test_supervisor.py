@@ -12,7 +12,7 @@ import pytest
 from batchsvc.errors import ServiceError
 from batchsvc.sealing import LEAST_CHARS
 from batchsvc.stack import ports
-from batchsvc.stack.children import EngineHooks, Secrets, specs
+from batchsvc.stack.children import EngineHooks, Secrets, specs, worker_names
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import StackOptions
 from batchsvc.stack.services import WEED_PORTS
@@ -71,12 +71,13 @@ def test_each_model_has_an_engine_worker_of_its_own(tmp_path: Path) -> None:
     directory.create()
     options = StackOptions(root=tmp_path, model="a", more_models=("b", "a", "c"))
     assert StackOptions.from_json(options.to_json()) == options and options.models == ("a", "b", "c")
-    numbers = dict.fromkeys(("api", "valkey", *WEED_PORTS), 1)
+    numbers = dict.fromkeys(("api", "valkey", *WEED_PORTS, *worker_names(options)), 1)
     hooks = EngineHooks(is_alive=lambda _: True, free_leases=lambda _: None)
     found = specs(directory, options, numbers, Secrets.of(directory), hooks)
     engines = [spec for spec in found if spec.role == "engine"]
     assert [spec.name for spec in engines] == ["engine", "engine-2", "engine-3"]
     assert [spec.command.env["BATCHSVC_MODEL"] for spec in engines] == ["a", "b", "c"]
+    assert all(spec.signals for spec in found if not spec.is_data), "and each shows how it is"
     assert [spec.role for spec in found if spec.role != "engine"] == ["valkey", "seaweedfs", "api", "control"]
     keys = {spec.command.env.get("BATCHSVC_SECRET_KEY") for spec in found if not spec.is_data}
     assert keys == {Secrets.of(directory).sealing} and len(keys.pop() or "") >= LEAST_CHARS

@@ -57,6 +57,11 @@ class Purger:
             self._is_log_clean = self._db.truncate_log()
         return wiped
 
+    def adopt(self) -> None:
+        """Look for what was deleted without asking for it to be wiped; now and then, as it reads all rows."""
+        if adopted := self._db.run(wipe_queries.adopt):
+            log.info("purges.adopted", purges=adopted)
+
     def num_overdue(self) -> int:
         """How many things should be gone by now that aren't."""
         with self._db.reading() as session:

@@ -59,7 +59,7 @@ from batchsvc.batches.traces import BatchTraces
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database, database_now_ms
 from batchsvc.dispatch import CONTROL_QUEUE, Dispatcher, queue_of
-from batchsvc.errors import ServiceError
+from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.files import service as files
 from batchsvc.files import upload_service as uploads
 from batchsvc.settings import Settings
@@ -348,10 +348,13 @@ class Reaper:
         if (overdue := self._purger.num_overdue()) != self._num_overdue:
             self._num_overdue = overdue
             log.error("purges.overdue", purges=overdue)
+        if overdue:  # tick after tick, so that whoever watches the steps of the reaper is told
+            raise UnavailableError(f"{overdue} deletions should have been wiped by now.", code="purges_overdue")
 
     def _audit_now_and_then(self) -> None:
         if monotonic_s() >= self._next_audit_s:
             self._next_audit_s = monotonic_s() + self._audit_period_s
+            self._purger.adopt()
             if deleted := self.audit():
                 log.info("store.audited", deleted=deleted)
 

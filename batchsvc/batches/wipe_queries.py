@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
-from sqlalchemy import select, update
+from sqlalchemy import exists, literal, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import idempotency
@@ -25,7 +26,7 @@ from batchsvc.batches.quote_queries import FAILED, QUEUED
 from batchsvc.batches.tables import Batch, Export, Quote, Reconciliation
 from batchsvc.db.session import database_now_ms
 from batchsvc.files.retention import Kind, date_of
-from batchsvc.files.tables import File, Upload
+from batchsvc.files.tables import File, Purge, Upload
 from batchsvc.store import keys
 
 _NAMES = {"filename": "", "name": None, "metadata": None, "source": None, "errors": None, "warnings": None}
@@ -105,6 +106,24 @@ def wipe_plan(session: Session, batch_id: str) -> list[str]:
     """What only a running batch needs. Of one that runs nothing."""
     has_ended = session.scalar(select(Batch.id).where(Batch.id == batch_id, Batch.status.in_(TERMINAL)))
     return [] if has_ended is None else [keys.of_batch(batch_id)]
+
+
+def adopt(session: Session) -> int:
+    """Have wiped what was deleted by a process of an older version, which didn't ask for it. Returns how many.
+
+    Reads all files and batches: not for every tick.
+    """
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    adopted = 0
+    for table, kind in ((File, Kind.FILE), (Batch, Kind.BATCH)):
+        is_known = exists().where(Purge.subject_id == table.id, Purge.kind == kind.value)
+        found = select(table.id, literal(kind.value), table.deleted_ms, table.deleted_ms, literal(0)).where(
+            table.deleted_ms.is_not(None), ~is_known
+        )
+        names = ["subject_id", "kind", "deleted_ms", "due_ms", "num_failures"]
+        made = insert(Purge).from_select(names, found).on_conflict_do_nothing().returning(Purge.subject_id)
+        adopted += len(session.execute(made).all())
+    return adopted
 
 
 def _wipe_quote(session: Session, quote_id: str, says: str) -> None:

@@ -15,6 +15,10 @@ depends_on = None
 
 # written out, not imported: a migration must not change when the code does
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+NOW_MS = {
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
+    "postgresql": "CAST(EXTRACT(EPOCH FROM now()) * 1000 AS BIGINT)",
+}
 
 
 def upgrade() -> None:
@@ -54,9 +58,10 @@ def upgrade() -> None:
     op.create_index("ix_quotes_input_file_id", "quotes", ["input_file_id"])
     op.create_index("ix_uploads_file_id", "uploads", ["file_id"])
     columns = "(subject_id, kind, deleted_ms, due_ms, num_failures)"
+    now = NOW_MS[op.get_bind().dialect.name]
     for table, kind in (("files", "file"), ("batches", "batch")):
         op.execute(
-            f"INSERT INTO purges {columns} SELECT id, '{kind}', deleted_ms, deleted_ms, 0"  # noqa: S608
+            f"INSERT INTO purges {columns} SELECT id, '{kind}', {now}, {now}, 0"  # noqa: S608
             f" FROM {table} WHERE deleted_ms IS NOT NULL"
         )
 

@@ -15,7 +15,7 @@ from batchsvc.accounts import service as accounts
 from batchsvc.accounts.tables import IdempotentAnswer
 from batchsvc.batches import collection_queries, deletion_service, queries, quote_queries, service, wipe_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
-from batchsvc.batches.tables import Export, Garbage, Quote, Reconciliation, Window
+from batchsvc.batches.tables import Batch, Export, Garbage, Quote, Reconciliation, Window
 from batchsvc.clock import now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
 from batchsvc.files import purge_queries
@@ -371,6 +371,21 @@ def test_an_expired_file_goes_like_a_deleted_one(world: World) -> None:
         files.get(session, file.project_id, file.id)
     purge(world)
     assert stored(world, keys.INPUTS) == set()
+
+
+def test_what_an_older_version_deletes_is_wiped_too(world: World) -> None:
+    batch_id, file = ended_batch(world)
+    with world.db.transaction() as session:  # as it did: no word of a purge
+        session.execute(update(File).values(deleted_ms=5))
+        session.execute(update(Batch).values(deleted_ms=5))
+    for _ in range(2):
+        purger(world).adopt()
+    with world.db.reading() as session:
+        batch = session.get_one(Batch, batch_id)
+        found = {(row.subject_id, row.kind) for row in session.scalars(select(Purge).where(Purge.kind != "plan"))}
+        assert found == {(file.id, "file"), (batch.output_file_id, "file"), (batch_id, "batch")}
+    purge(world)
+    assert not {key for key in stored(world) if batch_id in key or file.id in key}
 
 
 def test_repair_brings_nothing_back(world: World) -> None:

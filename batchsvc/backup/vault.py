@@ -93,7 +93,6 @@ class Vault:
         """Make a backup count, once all that it needs is on the disk."""
         os.sync()
         write_whole(self.folder(manifest.name) / MANIFEST, manifest.to_json())
-        os.sync()
 
     def manifest(self, name: str | None) -> Manifest:
         """That of a backup, by default the newest. Raises BackupError if it isn't there or was never finished."""
@@ -244,6 +243,11 @@ def write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:

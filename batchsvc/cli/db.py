@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,9 @@ from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption
 from batchsvc.cli.target import select
-from batchsvc.db.migrate import Schema, schema_of, upgrade
+
+if TYPE_CHECKING:
+    from batchsvc.db.migrate import Schema
 
 app = typer.Typer(no_args_is_help=True, help="The schema of the database.", rich_markup_mode=None)
 
@@ -37,6 +39,8 @@ def upgrade_command(
 
     Replace them by the new version afterwards, one by one: a process that starts wants its own version's schema.
     """
+    from batchsvc.db.migrate import schema_of
+
     console = Console(as_json=as_json)
     with _database_url(data_dir, from_env=from_env) as url:
         before = schema_of(url)
@@ -70,6 +74,7 @@ def bring_up(url: str, before: Schema) -> None:
     from batchsvc.audit.actor import at_command_line
     from batchsvc.audit.service import record
     from batchsvc.billing.service import seed_prices
+    from batchsvc.db.migrate import upgrade
     from batchsvc.db.session import Database
 
     upgrade(url)

@@ -153,6 +153,8 @@ class Old:
         for process in self.processes.values():
             process.kill()
             process.wait()
+        for log in self._directory.glob("old-*.log"):
+            print(f"--- {log.name}\n{log.read_text(errors='replace')[-2_000:]}")  # shown if the test fails
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ def test_row_71_old_and_new_processes_work_on_one_batch(
     old.start("control")
     engine = old.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=150)
     until(client.answers, "the old API answers")
-    first = client.submit(lines(120))
+    first = client.submit(lines(600))
     until(lambda: client.done(first) > 10, "the old worker works")
     upgrade(empty)
     seen = client.done(first)
@@ -192,7 +194,7 @@ def test_row_71_old_and_new_processes_work_on_one_batch(
         until(lambda batch_id=batch_id: client.get(batch_id)["status"] == "completed", f"{batch_id} is completed")
         assert client.get(batch_id)["request_counts"] == new.get(batch_id)["request_counts"]
     assert api.poll() is None, "the old API serves to the end"
-    for batch_id, count in ((first, 120), (second, 60), (third, 60)):
+    for batch_id, count in ((first, 600), (second, 60), (third, 60)):
         finished(cluster, batch_id, [f"c{number}" for number in range(1, count + 1)], errors=0)
     audited(empty, cluster.store, batches=3)
 
@@ -202,11 +204,11 @@ class Client:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        self._http = httpx.Client(timeout=60, trust_env=False, headers={"Authorization": f"Bearer {key}"})
+        self._headers = {"Authorization": f"Bearer {key}"}
 
     def answers(self) -> bool:
         try:
-            return self._http.get(f"{self.url}/livez").status_code == 200
+            return httpx.get(f"{self.url}/livez", trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -225,7 +227,8 @@ class Client:
         return int(counts["completed"] + counts["failed"])
 
     def _answer(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-        answer = self._http.request(method, self.url + path, **arguments)
+        url = self.url + path
+        answer = httpx.request(method, url, headers=self._headers, timeout=60, trust_env=False, **arguments)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

@@ -56,6 +56,16 @@ ALERTS = (
         says="Redis doesn't answer: all goes on, later; interactive calls fail, and rate limits are kept per process.",
     ),
     Alert(
+        name="BatchsvcRequestsFail",
+        expr=(
+            'sum(increase(batchsvc_http_requests_total{outcome="5xx"}[5m])) '
+            "> 0.05 * sum(increase(batchsvc_http_requests_total[5m]))"
+        ),
+        wait="5m",
+        severity="critical",
+        says="More than one in twenty calls of the API gets a 5xx.",
+    ),
+    Alert(
         name="BatchsvcNotReady",
         expr="min(batchsvc_ready) == 0",
         wait="30m",

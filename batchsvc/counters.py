@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 _without_times_of_creation: Callable[[], None] = disable_created_metrics
 _without_times_of_creation()  # a second series for each counter, which nobody reads
@@ -16,6 +16,7 @@ _without_times_of_creation()  # a second series for each counter, which nobody r
 REGISTRY = CollectorRegistry()
 TASKS = ("batch.plan", "batch.finalize", "quote.plan", "unit.run")
 TASK_OUTCOMES = ("done", "failed", "crashed")
+STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 UNRUN = ("rejected", "cancelled", "expired", "lost")
 REAPER_STEP_FAILURES = Counter(
     "batchsvc_reaper_step_failures", "Steps of this reaper's ticks that failed.", registry=REGISTRY
@@ -25,6 +26,17 @@ HINTS_DROPPED = Counter(
     "batchsvc_hints_dropped", "Messages that Redis didn't take; the reaper sends them again.", registry=REGISTRY
 )
 LINES_UNRUN = Counter("batchsvc_unrun_lines", "Lines that ended without a run, by why.", ["outcome"], registry=REGISTRY)
+REQUESTS = Counter(
+    "batchsvc_http_requests", "HTTP requests served, by the class of their status.", ["outcome"], registry=REGISTRY
+)
+REQUEST_SECONDS = Histogram(
+    "batchsvc_http_request_seconds",
+    "Time from a request's arrival to the end of its response.",
+    registry=REGISTRY,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
+for _class in STATUS_CLASSES:
+    REQUESTS.labels(_class)
 for _task in TASKS:  # from the start on: a rule sees growth only of a series that was there before
     for _outcome in TASK_OUTCOMES:
         TASK_RUNS.labels(_task, _outcome)

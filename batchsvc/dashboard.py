@@ -27,6 +27,19 @@ def _quantile(share: float, name: str, by: str = "model, lane") -> str:
 
 
 PANELS = (
+    Panel(
+        title="Calls of the API a second",
+        unit="short",
+        lines=(("sum by (outcome) (rate(batchsvc_http_requests_total[5m]))", "{{outcome}}"),),
+    ),
+    Panel(
+        title="Time of a call",
+        unit="s",
+        lines=(
+            ("histogram_quantile(0.5, sum by (le) (rate(batchsvc_http_request_seconds_bucket[5m])))", "median"),
+            ("histogram_quantile(0.99, sum by (le) (rate(batchsvc_http_request_seconds_bucket[5m])))", "p99"),
+        ),
+    ),
     Panel(title="Batches", unit="short", lines=(("max by (status) (batchsvc_batches)", "{{status}}"),)),
     Panel(
         title="Units",

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchsvc import ids
+from batchsvc import counters, ids
 from batchsvc.clock import monotonic_s
 from batchsvc.errors import ServiceError
 from batchsvc.http.errors import response
@@ -102,8 +102,12 @@ class _Exchange:
         await self._send(message)
 
     def log(self) -> None:
-        took_ms = round((monotonic_s() - self._started_s) * 1000, 1)
+        took_s = monotonic_s() - self._started_s
+        took_ms = round(took_s * 1000, 1)
         quiet = self._scope["path"] in ("/livez", "/readyz", "/metrics")
+        if not quiet:  # probes would drown the others
+            counters.REQUESTS.labels(f"{(self.status or 500) // 100}xx").inc()
+            counters.REQUEST_SECONDS.observe(took_s)
         (log.debug if quiet else log.info)(
             "request.served",
             request_id=self.id,

@@ -13,9 +13,7 @@ import typer
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption
-from batchsvc.setting_errors import masked
 from batchsvc.setting_sources import ENVIRONMENT, Origin, env_file, gathered, unknown, unknown_sentence
-from batchsvc.settings import SECRETS, Settings
 from batchsvc.stack.datadir import DataDir
 
 _FLAGS = {  # what flags of `up` set in the processes of a stack
@@ -76,6 +74,8 @@ def show(
 
 def examined(env: Mapping[str, str], origins: Mapping[str, Origin]) -> dict[str, Any]:
     """What `--json` prints: settings, unknown variables with the nearest real name, and a sentence a problem."""
+    from batchsvc.settings import SECRETS, Settings
+
     found = gathered(env, SECRETS, origins)
     settings, problems = Settings.examined(env)
     used = Settings.used_variables(found.values)
@@ -88,7 +88,7 @@ def examined(env: Mapping[str, str], origins: Mapping[str, Origin]) -> dict[str,
             {
                 "name": variable,
                 "variables": [*Settings.variables_of(field), *([f"{variable}_FILE"] if variable in SECRETS else [])],
-                "value": _safe(variable, given),
+                "value": _safe(given, is_secret=variable in SECRETS),
                 "default": _plain(info),
                 "source": origin.kind,
                 "place": origin.place or None,
@@ -117,6 +117,7 @@ def _deployment(files: list[Path]) -> tuple[dict[str, str], dict[str, Origin]]:
 def _stack(directory: DataDir) -> tuple[dict[str, str], dict[str, Origin]]:
     """What the processes of the stack in a data directory get, or would get by `up` alone."""
     from batchsvc.cli.target import stack_options
+    from batchsvc.settings import Settings
     from batchsvc.stack import children
     from batchsvc.stack.child import inherited
     from batchsvc.stack.options import ALL, read_state
@@ -153,10 +154,12 @@ def _plain(info: Any) -> Any:
     return None if info.is_required() else info.default
 
 
-def _safe(variable: str, value: Any) -> Any:
+def _safe(value: Any, *, is_secret: bool) -> Any:
+    from batchsvc.setting_errors import masked
+
     if not isinstance(value, str) or not value:
         return value
-    return masked(value) if variable in SECRETS or "://" in value else value
+    return masked(value) if is_secret or "://" in value else value
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:

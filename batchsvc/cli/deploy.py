@@ -11,9 +11,7 @@ import typer
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import grouped
-from batchsvc.deploy import steps
 from batchsvc.deploy.plan import SERVICES, Paths, Plan, PlanError
-from batchsvc.settings import Settings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,6 +75,8 @@ class PlanOptions:
             )
         except PlanError as error:
             raise CommandError(error.message, Exit.USAGE) from error
+        from batchsvc.settings import Settings
+
         needed = {"DATABASE_URL": "postgresql://h/x", "REDIS_URL": "redis://h"}
         Settings.from_env(needed | plan.settings)
         if strangers := Settings.strangers(plan.settings):
@@ -132,6 +132,8 @@ def systemd(
         weed=weed,
     )
     plan = options.plan(hosts=tuple(hosts.split(",")), user=user, paths=paths, weed_port=weed_port)
+    from batchsvc.deploy import steps
+
     _print(options, steps.write_systemd(plan, options.to, ssh=ssh, wheel=wheel))
 
 
@@ -143,6 +145,8 @@ def compose_command(
     options: PlanOptions,
 ) -> None:
     """A compose file: all of it in containers of one machine."""
+    from batchsvc.deploy import steps
+
     _print(options, steps.write_compose(options.plan(image=image), options.to))
 
 
@@ -155,6 +159,8 @@ def k8s(
     options: PlanOptions,
 ) -> None:
     """Manifests of Kubernetes."""
+    from batchsvc.deploy import steps
+
     _print(options, steps.write_k8s(options.plan(image=image, namespace=namespace), options.to))
 
 

@@ -77,7 +77,9 @@ def waiting_since_ms(session: Session, now: int) -> dict[Status, int]:
 
 def paused(session: Session) -> int:
     """How many unfinished batches are paused by an operator, or because engines crashed with them."""
-    unfinished = Batch.status.not_in(TERMINAL)
+    unfinished = Batch.status.in_(
+        [status for status in Status if status not in TERMINAL]
+    )  # as ix_batches_status has it
     stopped = and_(Batch.is_paused, or_(Batch.pause_reason.is_not(None), Batch.is_own_pause.is_(False)))
     return session.scalar(select(func.count()).where(unfinished, stopped)) or 0
 

@@ -223,8 +223,13 @@ def test_row_49_the_database_is_away_or_silent(cluster: Cluster, scraper: Scrape
             assert cluster.http.get(f"{process.signals}/livez").status_code == 200
         ready = cluster.http.get(f"{worker.signals}/readyz")
         assert ready.status_code == 503 and "database" in _broken(ready.json())
+        if weather == "refuse":
+            assert {cluster.call("GET", "/v1/batches").status_code for _ in range(3)} == {503}
+            scraper.fires("BatchsvcRequestsFail")
         proxy.heal()
         scraper.is_quiet("BatchsvcDatabaseDown")
+        scraper.wait_s(6 * 60)
+        scraper.is_quiet("BatchsvcRequestsFail")
 
 
 def _broken(ready: dict[str, Any]) -> dict[str, str]:

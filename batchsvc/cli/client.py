@@ -17,11 +17,13 @@ from batchsvc.files.formats import SUFFIXES
 
 _PATIENCE_S = 60.0  # how long a read may fail before we give up: an API that crashed is back within seconds
 _CREATE_ATTEMPTS = 4
+_TURN_S = 60  # no limit of requests a minute makes anybody wait for longer
 _CHUNK_BYTES = 1 << 20
 
 
 class Client:
-    """One server and one key. Reads are repeated while the server is away for a moment; writes never are."""
+    """One server and one key. Reads are repeated while the server is away for a moment; writes never are. What was one
+    call too many for its minute waits for its turn."""
 
     def __init__(self, url: str, api_key: str, *, is_local: bool) -> None:
         self.url = url
@@ -72,11 +74,15 @@ class Client:
     @contextmanager
     def _streamed(self, path: str, params: dict[str, str]) -> Iterator[httpx.Response]:
         try:
-            with self._http.stream("GET", self.url + path, params=params) as response:
-                if response.is_error:
-                    response.read()
-                    raise _refusal(response)
-                yield response
+            while True:
+                with self._http.stream("GET", self.url + path, params=params) as response:
+                    if response.is_error:
+                        response.read()
+                        if _turn_came(response):
+                            continue
+                        raise _refusal(response)
+                    yield response
+                    return
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
@@ -154,6 +160,8 @@ class Client:
             if response.status_code >= 500 and time.monotonic() < deadline:
                 time.sleep(0.5)
                 continue
+            if "files" not in options and _turn_came(response):
+                continue
             if response.is_error:
                 raise _refusal(response)
             self._has_answered = True
@@ -196,11 +204,24 @@ class _Counted:
             yield data
 
 
+def _turn_came(response: httpx.Response) -> bool:
+    """Whether a call was one too many for its minute, and did nothing: then, once it is worth trying again."""
+    if response.status_code != 429 or _problem(response).get("code") != "rate_limit_exceeded":
+        return False
+    time.sleep(min(_TURN_S, int(response.headers.get("retry-after", "1"))))
+    return True
+
+
+def _problem(response: httpx.Response) -> dict[str, Any]:
+    """What stands in an error envelope; nothing, if the answer is none."""
+    try:
+        return dict(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
 def _refusal(response: httpx.Response) -> CommandError:
     """The sentence of an error envelope. A server that is down for the moment counts as unreachable."""
-    try:
-        message = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = f"The server answered {response.status_code}."
+    message = str(_problem(response).get("message", f"The server answered {response.status_code}."))
     code = Exit.UNREACHABLE if response.status_code in (502, 503, 504) else Exit.FAILED
     return ApiError(message, code, status=response.status_code)

@@ -13,6 +13,8 @@ from sqlalchemy import update
 
 from batchsvc.accounts.tables import ApiKey, Project
 from batchsvc.batches.tables import Batch
+from batchsvc.cli.client import Client
+from batchsvc.cli.exits import ApiError
 from tests.contract.conftest import MODEL, Api, on_sqlite
 
 LINE = json.dumps(
@@ -71,6 +73,17 @@ def test_requests_beyond_the_limit_are_told_when_to_come_again(api: Api, of_key:
     assert api.call("GET", "/v1/models", api.admin_key).status_code == 200, "whoever raises the limit gets through"
     limit(api, of_key=of_key, requests_per_minute=6_000)
     assert api.call("GET", "/v1/models").status_code == 200, "at once"
+
+
+@on_sqlite
+def test_a_command_waits_for_its_turn(api: Api) -> None:
+    limit(api, requests_per_minute=60)
+    while api.call("GET", "/v1/models").status_code == 200:
+        pass  # until the bucket is empty
+    with Client(f"{api.url}/v1", api.key, is_local=True) as client:
+        assert {row["id"] for row in client.models()["data"]} >= {MODEL}
+        with pytest.raises(ApiError, match="No such File"):
+            list(client.content("file-none").__enter__())
 
 
 @on_sqlite

@@ -125,6 +125,10 @@ def rotate(
     body = {"overlap_seconds": seconds("--overlap", overlap)}
     with opened_organization(server) as organization:
         made = organization.rotate_key(key_id, body)
+    if not server.from_env and (directory := server.target.directory) is not None:
+        for own in (directory.api_key, directory.admin_key):  # what commands on this directory use
+            if own.exists() and own.read_text(encoding="utf-8").startswith(f"sk_{key_id}_"):
+                directory.write_secret(own.name, made["key"])
     console.out(made["key"])
     console.say(f"{key_id} works until {local_time(made['replaces']['expires_at'])}; {made['id']} replaces it.")
     console.result(made)

@@ -10,7 +10,9 @@ from typing import Any
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
+from batchsvc.accounts import administration, key_administration
 from batchsvc.accounts import service as accounts
+from batchsvc.audit.actor import service as part_of_service
 from batchsvc.batches import models
 from batchsvc.billing import service as billing
 from batchsvc.db.migrate import upgrade
@@ -20,6 +22,7 @@ from batchsvc.stack.datadir import DataDir
 from engine.load.wheels import Accept
 
 PROJECT = "default"
+_ACTOR = part_of_service("stack")
 
 
 def prepare_database(directory: DataDir, database: Database) -> None:
@@ -33,7 +36,7 @@ def prepare_database(directory: DataDir, database: Database) -> None:
 def project_id(session: Session) -> str:
     """The project that an embedded stack works for, made on first use."""
     found = accounts.project_named(session, PROJECT)
-    return found.id if found else accounts.create_project(session, PROJECT).id
+    return found.id if found else administration.create_project(session, _ACTOR, PROJECT).id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ def _prepare_key(directory: DataDir, database: Database, path: Path, name: str, 
         try:
             accounts.caller(session, known)
         except AuthenticationError:
-            return accounts.create_key(session, project, name, is_admin)[1]
+            return key_administration.create_key(session, _ACTOR, project, name, is_admin=is_admin).text
         return None
 
     fresh = database.run(missing)

@@ -148,6 +148,8 @@ def test_doctor_finds_a_running_stack_well(stack: Stack, stack_cli: Run) -> None
     checks = {check["name"]: check for check in looked.json["checks"]}
     assert {"data directory", "valkey", "seaweedfs", "torch", "model", "stack"} <= set(checks)
     assert "running at http://" in checks["stack"]["says"]
+    asked = {"database", "redis", "store", "disk", "clocks", "models", "workers", "claims", "batches", "reaper"}
+    assert {f"service: {name}" for name in (*asked, "outbox", "ledger")} <= set(checks)
 
 
 def test_doctor_names_what_is_wrong(cli: CommandLine, tmp_path: Path) -> None:
@@ -170,6 +172,13 @@ def test_keys_are_made_and_revoked(stack: Stack, stack_cli: Run, cli: CommandLin
     assert cli("keys", "revoke", made["id"], *server, made["key"]).code == 1
     assert cli("keys", "revoke", made["id"], *server, admin).code == 0
     assert cli("list", *server, made["key"]).code == 1
+
+
+def test_a_stack_goes_on_with_its_own_key_rotated(stack: Stack, stack_cli: Run) -> None:
+    old = stack.directory.api_key.read_text().strip()
+    made = stack_cli("keys", "rotate", old[3:11], "--overlap", "1h", "--json").json
+    assert stack.directory.api_key.read_text().strip() == made["key"] != old
+    assert stack_cli("list", "--json").code == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")

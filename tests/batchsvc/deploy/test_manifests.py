@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from batchsvc.deploy import compose, images, k8s, steps
 from batchsvc.deploy.plan import Device, Plan, Service
@@ -143,6 +145,15 @@ def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:
     values = [path.read_text().strip() for path in (tmp_path / "secrets").iterdir()]
     for text in ["\n".join(printed), *(path.read_text() for path in tmp_path.iterdir() if path.is_file())]:
         assert not any(value in text for value in values)
+
+
+def test_the_extra_for_a_gpu_pins_what_the_project_does_and_adds_nothing_to_a_cpu() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    base = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
+    extra = {Requirement(text).name: Requirement(text) for text in project["optional-dependencies"]["gpu"]}
+    assert "triton" in extra
+    assert {name: one.specifier for name, one in extra.items()} == {name: base[name].specifier for name in extra}
+    assert not any(one.extras for one in base.values() if one.name == "batchsvc")
 
 
 def test_an_image_for_a_gpu_installs_the_extra_and_one_for_a_cpu_no_cuda() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from sqlalchemy import select
 
 from batchsvc.batches import collection_queries, garbage_queries
 from batchsvc.batches.tables import CollectionLock, Garbage
+from batchsvc.db.session import Database
 from tests.workers.conftest import World
 from workers.garbage import Collector
 
@@ -97,3 +99,28 @@ def test_who_holds_the_collection_sees_a_deletion_that_has_begun(world: World) -
     with world.db.reading() as session:
         assert not collection_queries.is_collecting(session)
     assert "batch/a/x" not in stored(world)
+
+
+def test_of_a_hold_and_a_deletion_at_the_same_moment_the_later_one_sees_the_earlier_one(migrated_url: str) -> None:
+    """Neither sees what the other hasn't committed: so both lock one row first."""
+    db = Database(migrated_url)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with db.transaction() as session:
+                collection_queries.hold_collection(session, "backup", reason="a backup", hold_s=600)
+                sweep = pool.submit(db.run, lambda inner: collection_queries.begin_sweep(inner, "collector"))
+                assert not wait([sweep], timeout=0.3).done, "it waits for the hold to be committed"
+            assert sweep.result(60) is False
+            db.run(lambda session: collection_queries.release_collection(session, "backup"))
+            with db.transaction() as session:
+                assert collection_queries.begin_sweep(session, "collector")
+                hold = pool.submit(_hold_and_look, db)
+                assert not wait([hold], timeout=0.3).done
+            assert hold.result(60) is True, "who holds it sees the deletion that has begun"
+    finally:
+        db.dispose()
+
+
+def _hold_and_look(db: Database) -> bool:
+    db.run(lambda session: collection_queries.hold_collection(session, "backup", reason="a backup", hold_s=600))
+    return db.run(collection_queries.is_collecting)

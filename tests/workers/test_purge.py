@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
 from sqlalchemy import select, update
 
 from batchsvc import failpoints, ids
@@ -27,10 +28,12 @@ from batchsvc.files.tables import File, Purge, Upload
 from batchsvc.files.upload_schemas import CreateUpload
 from batchsvc.http.uploads import Stored
 from batchsvc.store import keys
+from tests.dispatchers import NullDispatcher
 from tests.workers.conftest import World
 from tests.workers.test_finalize import finalizer, run_units
 from workers.garbage import Collector
 from workers.purge import Purger
+from workers.reaper import Reaper
 
 WORD = "canary-7f3a"
 DAY = date_of(now_ms())
@@ -342,6 +345,27 @@ def test_a_failed_purge_is_tried_again_and_is_overdue_meanwhile(world: World) ->
     set_back(world, 0)
     assert away.purge_due() == 1 and away.num_overdue() == 0
     assert stored(world, keys.INPUTS) == set()
+
+
+def test_the_reaper_tells_of_deletions_that_are_overdue(sqlite_world: World) -> None:
+    """A failed step of a tick is counted, and that is what the alert goes by."""
+    world = sqlite_world
+    file = add_input(world)
+    delete_file(world, file.id)
+    nothing: Any = NullDispatcher()
+    steps: Any = dict.fromkeys(("plan", "finalize", "quote"), lambda _: None)
+    reaper = Reaper(world.settings, world.db, world.store, nothing, **steps)
+    with world.db.transaction() as session:
+        session.execute(update(Purge).values(deleted_ms=1, due_ms=10**15))
+    for _ in range(2):
+        with structlog.testing.capture_logs() as logged:
+            reaper.tick()
+        assert "purges" in [entry.get("step") for entry in logged if entry["event"] == "reaper.failed"]
+    set_back(world, 0)
+    with structlog.testing.capture_logs() as logged:
+        reaper.tick()
+    assert not [entry for entry in logged if entry["event"] == "reaper.failed"]
+    assert file.s3_key not in stored(world)
 
 
 def _refuse(_keys: object) -> None:

@@ -77,12 +77,13 @@ def test_row_76_a_backup_in_mid_batch_is_finished_elsewhere(
     cluster: Cluster, judge: Judge, elsewhere: Callable[[Path], Cluster], tmp_path: Path
 ) -> None:
     cluster.start("control")
-    workers = [cluster.start("engine") for _ in range(2)]
+    workers = [cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=40) for _ in range(2)]  # slower than a command
     job = cluster.submit(LINES)
-    cluster.until(lambda: cluster.num_done(job) > LINES // 5, "some of it is done")
+    cluster.until(lambda: cluster.num_done(job) > LINES // 10, "some of it is done")
     said = json.loads(batchsvc(cluster, "backup", tmp_path / "b", "--from-env", "--json"))
     assert said["num_missing"] == 0
     assert all(worker.is_alive for worker in workers), "nobody is held up"
+    cluster.start("engine")
     cluster.wait(job, "completed")
     judge(job)
     for process in cluster.alive():
@@ -90,7 +91,7 @@ def test_row_76_a_backup_in_mid_batch_is_finished_elsewhere(
     there = elsewhere(tmp_path / "b")
     moved = adopt(there, job)
     before = there.num_done(moved)
-    assert LINES // 5 < before < LINES, "it is as it was at the backup"
+    assert LINES // 10 < before < LINES, "it is as it was at the backup"
     assert not any(unit.crash_count for unit in there.units(moved)), "nobody's engine has crashed"
     there.start("control")
     there.start("engine")

@@ -102,6 +102,9 @@ def test_what_comes_back_is_what_was_there_and_goes_on(
     path = programs_path() if kind == "postgresql-dump" else "/nowhere"
     said = made(command(here, "backup", tmp_path / "b", "--from-env", "--json", path=path))
     assert (said["kind"], said["num_missing"], said["num_copied"]) == (kind, 0, said["num_objects"])
+    with world.db.reading() as session:
+        noted = session.scalars(select(AuditRow).where(AuditRow.action == "backup.created")).one()
+    assert (noted.target_id, noted.details) == (said["name"], {"objects": said["num_objects"]})
     before, leased = rows_of(world), [unit for unit in world.units(batch_id) if unit.state == "leased"]
     back = made(command(there, "restore", tmp_path / "b", "--from-env", "--json", path=path))
     assert (back["num_objects"], back["num_copied"]) == (said["num_objects"], said["num_objects"])

@@ -94,7 +94,6 @@ def specs(
         argv = (sys.executable, "-P", "-m", *module)
         return services.Command(argv=argv, env=env | settings, cwd=directory.root)
 
-    weed_ports = {name: ports[name] for name in services.WEED_PORTS}
     api = api_url(options, ports).removesuffix("/v1")
 
     def worker(name: str, role: str, **settings: str) -> services.Command:
@@ -107,18 +106,7 @@ def specs(
             is_ready=lambda _pid: services.valkey_is_ready(ports["valkey"], keys.valkey),
             is_data=True,
         ),
-        ChildSpec(
-            name="seaweedfs",
-            command=services.seaweedfs(
-                directory.root / "s3",
-                ports=weed_ports,
-                access_key=keys.s3_key,
-                secret_key=keys.s3_secret,
-                jwt_key=keys.jwt,
-            ),
-            is_ready=lambda _pid: services.seaweedfs_is_ready(weed_ports),
-            is_data=True,
-        ),
+        store_spec(directory, ports, keys),
         ChildSpec(
             name="api",
             command=ours("batchsvc.app"),
@@ -153,6 +141,23 @@ def specs(
         ),
     ]
     return [spec for spec in every if spec.role in options.roles]
+
+
+def store_spec(directory: DataDir, ports: dict[str, int], keys: Secrets) -> ChildSpec:
+    """The object store, which also runs alone."""
+    weed_ports = {name: ports[name] for name in services.WEED_PORTS}
+    return ChildSpec(
+        name="seaweedfs",
+        command=services.seaweedfs(
+            directory.root / "s3",
+            ports=weed_ports,
+            access_key=keys.s3_key,
+            secret_key=keys.s3_secret,
+            jwt_key=keys.jwt,
+        ),
+        is_ready=lambda _pid: services.seaweedfs_is_ready(weed_ports),
+        is_data=True,
+    )
 
 
 def checked(specs: list[ChildSpec]) -> list[str]:

@@ -12,7 +12,7 @@ from batchsvc.settings import Settings
 from batchsvc.stack import children, ports
 from batchsvc.stack.child import Child
 from batchsvc.stack.datadir import DataDir
-from batchsvc.stack.options import StackOptions
+from batchsvc.stack.options import DEFAULT_HOST, StackOptions
 
 _READY_S, _STOP_S, _LOOK_S = 90.0, 20.0, 0.05
 
@@ -31,11 +31,8 @@ def store_alone(directory: DataDir) -> Iterator[Settings]:
     lock = directory.lock()
     held = ports.HeldPorts()
     try:
-        options = StackOptions(root=directory.root, roles=("seaweedfs",))
-        chosen = ports.choose(directory, host=options.host, port=None, held=held)
-        hooks = children.EngineHooks(is_alive=lambda _pid: False, free_leases=lambda _pid: None)
-        (spec,) = children.specs(directory, options, chosen, children.Secrets.of(directory), hooks)
-        store = Child(spec, directory.logs)
+        chosen = ports.choose(directory, host=DEFAULT_HOST, port=None, held=held)
+        store = Child(children.store_spec(directory, chosen, children.Secrets.of(directory)), directory.logs)
         store.start()
         try:
             _wait(store)

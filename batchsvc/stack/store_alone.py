@@ -31,7 +31,7 @@ def store_alone(directory: DataDir) -> Iterator[Settings]:
     lock = directory.lock()
     held = ports.HeldPorts()
     try:
-        chosen = ports.choose(directory, host=DEFAULT_HOST, port=None, held=held)
+        chosen = ports.choose(directory, host=DEFAULT_HOST, port=None, held=held, workers=_remembered(directory))
         store = Child(children.store_spec(directory, chosen, children.Secrets.of(directory)), directory.logs)
         store.start()
         try:
@@ -43,6 +43,13 @@ def store_alone(directory: DataDir) -> Iterator[Settings]:
     finally:
         held.release()
         lock.release()
+
+
+def _remembered(directory: DataDir) -> tuple[str, ...]:
+    """The workers that have ports here, which they keep: somebody may read their signals there."""
+    known = directory.read_json("ports.json")
+    names = known if isinstance(known, dict) else {}
+    return tuple(name for name in names if name.partition("-")[0] in ("control", "engine"))
 
 
 def _wait(store: Child) -> None:

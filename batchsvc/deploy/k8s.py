@@ -7,6 +7,7 @@ as our settings do. Engine workers get longer to stop than they drain.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import yaml
@@ -209,17 +210,18 @@ def _ours(plan: Plan, name: str, command: list[str], **rest: Any) -> dict[str, A
     }
 
 
+def migration_name(plan: Plan) -> str:
+    """Another name for each image: a Job that has run can't be changed, only followed by another one."""
+    return "batchsvc-migrate-" + hashlib.sha256(repr((plan.image, plan.settings)).encode()).hexdigest()[:8]
+
+
 def _migration(plan: Plan) -> dict[str, Any]:
+    name = migration_name(plan)
     resources = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
-    spec = _ours(plan, "migrate", ["migrate"], resources=resources) | {"restartPolicy": "OnFailure"}
-    pod = _pod("batchsvc-migrate", spec, user=images.UID, grace_s=60)
-    return _made(
-        plan,
-        "batch/v1",
-        "Job",
-        "batchsvc-migrate",
-        spec={"backoffLimit": 30, "ttlSecondsAfterFinished": 3600, "template": pod},
-    )
+    container = _ours(plan, "migrate", ["migrate"], resources=resources) | {"restartPolicy": "OnFailure"}
+    pod = _pod(name, container, user=images.UID, grace_s=60)
+    spec = {"backoffLimit": 30, "ttlSecondsAfterFinished": 3600, "template": pod}
+    return _made(plan, "batch/v1", "Job", name, spec=spec)
 
 
 def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:

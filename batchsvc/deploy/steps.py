@@ -72,7 +72,7 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
         f"kubectl create namespace {plan.namespace}",
         f"{kubectl} create secret generic batchsvc {sources}",
         f"kubectl apply -f {path}",
-        f"{kubectl} wait --for=condition=complete job/batchsvc-migrate --timeout=300s",
+        f"{kubectl} wait --for=condition=complete job/{k8s.migration_name(plan)} --timeout=300s",
         f"{kubectl} rollout status deploy/batchsvc-api --timeout=300s",
         f"{run} models add {plan.model} --from-env",
         f"(umask 077; {run} keys create ops --admin --from-env > {shlex.quote(str(folder / 'secrets' / _ADMIN))})",

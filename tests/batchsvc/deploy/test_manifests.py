@@ -95,8 +95,9 @@ def test_pods_are_no_root_are_probed_and_get_time_to_drain(device: Device) -> No
     plan = Plan(device=device, term_grace_s=600, workers=3)
     documents = k8s.documents(plan)
     seen = {name: spec for name, _, spec in pods(documents)}
+    migration = k8s.migration_name(plan)
     assert set(seen) == {
-        "postgres", "valkey", "s3", "batchsvc-migrate", "batchsvc-api", "batchsvc-control", "batchsvc-engine"
+        "postgres", "valkey", "s3", migration, "batchsvc-api", "batchsvc-control", "batchsvc-engine"
     }  # fmt: skip
     for name, spec in seen.items():
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -108,7 +109,7 @@ def test_pods_are_no_root_are_probed_and_get_time_to_drain(device: Device) -> No
         assert container["resources"]["limits"]["memory"]
         mounted = {mount["name"] for mount in container["volumeMounts"]} - {"data"}
         assert mounted <= {volume["name"] for volume in spec["volumes"]}
-        if name != "batchsvc-migrate":
+        if name != migration:
             assert {"readinessProbe", "livenessProbe"} <= set(container)
     for role in ("control", "engine"):
         assert seen[f"batchsvc-{role}"]["terminationGracePeriodSeconds"] > plan.term_grace_s
@@ -131,6 +132,13 @@ def test_our_processes_would_take_the_settings_that_they_get(plan: Plan) -> None
         assert settings.device == plan.device
         assert Settings.strangers(env) == []
         assert {name for name in env if name.endswith("_FILE")} <= Settings.known_variables()
+
+
+def test_another_image_has_another_migration() -> None:
+    """A Job that has run can't be changed: `kubectl apply` of the next version would fail."""
+    names = {k8s.migration_name(Plan(image=f"batchsvc:{version}")) for version in (1, 2)}
+    assert len(names) == 2
+    assert k8s.migration_name(Plan()) == k8s.migration_name(Plan())
 
 
 def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 1. A worker's *line-up* is what its settings name, and what operators have loaded and unloaded since.
 2. Every few seconds the switcher looks what waits for each model of it and asks model_switch.py.
 3. To change over, the process drains as on any signal (what hasn't begun is given back, what runs is saved), and then
-   replaces itself by a new start of the same program (`execve`): all memory of the model is the system's again, on a
-   GPU too, and supervisors see one process that goes on. A *baton* in its environment says what it is to load.
+   replaces itself by a new start of the same program (`execve`): all memory of the model is the system's again, and
+   supervisors see one process that goes on. A *baton* in its environment says what it is to load.
 4. If it can't load that, it goes back to the model that it had, and doesn't try again for a while.
 
 A signal that ends the process ends it at any point of this; one that comes between drain and start is kept until then.

@@ -55,7 +55,7 @@ def facts(session: Session, rows: Sequence[Batch], night: Night, renew_s: float)
             id=row.id,
             project=row.project_id,
             status=Status(row.status),
-            model=row.model_id or row.model_requested or "",
+            model=row.model_id or ", ".join(sorted(row.models or {})) or row.model_requested or "",
             pause_reason=row.pause_reason if row.is_paused else None,
             is_own_pause=row.is_own_pause,
             has_quota=row.has_quota,

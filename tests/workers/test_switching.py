@@ -74,7 +74,7 @@ def test_two_models_in_turn_under_one_pid(
             swaps = {row.digest: row.swap_ms for row in session.scalars(select(Model))}
         assert (shown["name"], shown["state"], set(shown["models"])) == ("one", "serving", {"tiny", "other"})
         assert shown["id"].split(":")[1] == str(engine.pid), "supervisors see one process that goes on"
-        assert max(swaps.values(), default=0) != 500, "what the swap took was measured"
+        assert any(swap not in (None, 500) for swap in swaps.values()), "what the swap took was measured"
         third = world.add_batch(num_lines=4, digest=tiny[1])
         hurry(world)
         until(lambda: done(world, third), "and back again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.target import Target, absolute_model, opened, select, stack_options
 from batchsvc.db.session import Database
-from batchsvc.stack.children import EngineHooks, Secrets, specs
+from batchsvc.stack.children import EngineHooks, Secrets, specs, worker_names
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import (
     ALL,
@@ -155,9 +156,28 @@ def test_what_drafts_goes_to_the_engine_of_the_first_model(tmp_path: Path, monke
     wish = Drafting(spec="heads", draft="small")
     options = stack_options(directory, roles=ALL, purpose="up", model="a", more_models=["b"], drafting=wish)
     assert StackOptions.from_json(options.to_json()) == options
-    ports = dict.fromkeys(("valkey", "s3", "api", *WEED_PORTS), 1)
+    ports = dict.fromkeys(("valkey", "s3", "api", *worker_names(options), *WEED_PORTS), 1)
     keys = Secrets(valkey="v", s3_key="k", s3_secret="s", jwt="j", sealing="0")
     hooks = EngineHooks(is_alive=lambda pid: True, free_leases=lambda pid: None)
     first, second = (one.command.env for one in specs(directory, options, ports, keys, hooks) if one.role == "engine")
     assert (first["BATCHSVC_SPEC"], first["BATCHSVC_DRAFT"]) == ("heads", str(tmp_path / "small"))
     assert not {"BATCHSVC_SPEC", "BATCHSVC_DRAFT"} & second.keys()
+
+
+def test_one_engine_serves_all_models_in_turn(tmp_path: Path) -> None:
+    directory = DataDir(tmp_path / "d")
+    options = stack_options(
+        directory, roles=ALL, purpose="up", model="a", more_models=["b", "c"], one_engine=True, drafting=NOTHING
+    )
+    assert StackOptions.from_json(options.to_json()) == options
+    ports = dict.fromkeys(("valkey", "s3", "api", *worker_names(options), *WEED_PORTS), 1)
+    keys = Secrets(valkey="v", s3_key="k", s3_secret="s", jwt="j", sealing="0")
+    hooks = EngineHooks(is_alive=lambda pid: True, free_leases=lambda pid: None)
+    (engine,) = (one for one in specs(directory, options, ports, keys, hooks) if one.role == "engine")
+    env = engine.command.env
+    assert (env["BATCHSVC_MODEL"], env["BATCHSVC_MODELS"], env["BATCHSVC_WORKER_NAME"]) == ("a", "b,c", "engine")
+    apart = replace(options, one_engine=False)
+    each = specs(directory, apart, ports | dict.fromkeys(worker_names(apart), 1), keys, hooks)
+    envs = [one.command.env for one in each if one.role == "engine"]
+    named = {env["BATCHSVC_WORKER_NAME"]: env["BATCHSVC_MODELS"] for env in envs}
+    assert named == {"engine": "", "engine-2": "", "engine-3": ""}, "a shell's BATCHSVC_MODELS reaches none of them"

@@ -7,6 +7,7 @@ what magic prompts ask. It begins once there is a project for tests: a deploymen
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,29 +29,33 @@ log = structlog.get_logger(__name__)
 
 
 class TestMode:
-    """The worker of test mode, from its first need to the end of the process."""
+    """The worker of test mode, from its first need to the end of the process; one that failed is followed by another.
 
-    def __init__(self, settings: Settings, owner: str) -> None:
+    `owner_of` gives each start an id of its own.
+    """
+
+    def __init__(self, settings: Settings, owner_of: Callable[[], str]) -> None:
         self._settings = settings
-        self._owner = owner
+        self._owner_of = owner_of
         self._run: EngineRun | None = None
         self._ended = threading.Event()
-        self._watch = WorkThread("test-mode", self._wait, self._crashed)
+        self._failed = threading.Event()
+        self._thread = WorkThread("test-mode", self._serve, self._crashed)
 
     def start(self) -> None:
         """Look for a project for tests from now on."""
-        self._watch.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Give back what is held, and end."""
         self._ended.set()
-        self._watch.join(self._settings.term_grace_s)
+        self._thread.join(self._settings.term_grace_s)
         if self._run is not None:
             for _ in range(2):  # the second one shortens the drain: nobody waits for a line that only sleeps
                 self._run.signalled()
             self._run.drain()
 
-    def _wait(self) -> None:
+    def _serve(self) -> None:
         db = Database(self._settings.database_url, pool_size=1)
         try:
             while not self._is_needed(db):
@@ -58,9 +63,16 @@ class TestMode:
                     return
         finally:
             db.dispose()
-        run = self._opened()
-        run.start()
-        self._run = run
+        while not self._ended.is_set():
+            self._failed.clear()
+            self._run = self._opened()
+            self._run.start()
+            while not self._ended.wait(_LOOK_S) and not self._failed.is_set():
+                pass
+            if self._failed.is_set() and not self._ended.is_set():
+                log.error("test_mode.failed", worker=self._run.owner)
+                self._run.drain()
+                self._run = None
 
     def _is_needed(self, db: Database) -> bool:
         try:
@@ -84,9 +96,9 @@ class TestMode:
             CeleryDispatcher(settings.redis_url),
             MagicEngine(on_expire=expire, max_running=settings.max_running),
             digest=mode.DIGEST,
-            owner=self._owner,
-            on_failure=lambda: log.error("test_mode.failed", worker=self._owner),
+            owner=self._owner_of(),
+            on_failure=self._failed.set,
         )
 
     def _crashed(self, error: Exception) -> None:
-        log.error("test_mode.not_started", error=type(error).__name__)
+        log.error("test_mode.ended", error=type(error).__name__)

@@ -48,6 +48,9 @@ class Deployed:
         assert main([f"http://{api}:8080/readyz", "60"]) == 0, made.logs()
         self.client = openai.OpenAI(base_url=f"http://{api}:8080/v1", api_key=key.stdout.strip(), max_retries=10)
 
+    def close(self) -> None:
+        self.client.close()
+
     def submit(self, count: int, *, tokens: int) -> str:
         rows = [line(number, self.model, max_tokens=tokens, ignore_eos=True) for number in range(count)]
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -78,8 +81,11 @@ def loopback() -> Iterator[Hosts]:
         yield made
 
 
-def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(loopback: Hosts, cli: CommandLine) -> None:
+def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(
+    loopback: Hosts, cli: CommandLine, request: pytest.FixtureRequest
+) -> None:
     deployed = Deployed(loopback, cli, speed=100_000)
+    request.addfinalizer(deployed.close)
     batch = deployed.wait(deployed.submit(40, tokens=8))
     rows = deployed.rows(batch)
     assert [row["custom_id"] for row in rows] == [f"r{number}" for number in range(40)]
@@ -99,13 +105,14 @@ def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(loopback: H
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_batch_ends_though_a_worker_host_lost_its_network(cli: CommandLine) -> None:
+def test_a_batch_ends_though_a_worker_host_lost_its_network(cli: CommandLine, request: pytest.FixtureRequest) -> None:
     """Four hosts in namespaces of their own, two of them with a worker: one's cable is pulled in mid-batch for good;
     then the other's, for longer than a lease, while nobody else is left."""
     if not may_make_namespaces():
         pytest.skip("network namespaces need root; the same hosts on loopback are tested above")
     with hosts(4, in_namespaces=True) as made:
         deployed = Deployed(made, cli, speed=300)
+        request.addfinalizer(deployed.close)
         third, fourth = made.names[2:]
         batch_id = deployed.submit(96, tokens=20)
         deployed.wait(batch_id, until=lambda batch: batch.request_counts.completed >= 16)

@@ -74,7 +74,7 @@ class ControlRun:
         self.finalizer = Finalizer(settings, self._db, store, owner, is_stopping=lambda: self._is_stopping)
         self._courier = Courier(settings, self._db)
         self._exporter = Exporter(settings, self._db, store)
-        self._test_mode = TestMode(settings, new_owner())
+        self._test_mode = TestMode(settings, new_owner)
         self.reaper = Reaper(
             settings,
             self._db,

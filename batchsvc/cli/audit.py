@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from batchsvc.cli.amounts import moment_s
 from batchsvc.cli.options import AdminOptions, grouped
 from batchsvc.cli.organization import opened_organization
 from batchsvc.cli.outcome import local_time
+from batchsvc.clock import now_ms
 
 _PAYLOADS = ("data", "changes_requested")
 
@@ -39,7 +39,7 @@ def audit(
     server: AdminOptions,
 ) -> None:
     """List changes to keys, projects, prices, limits, invoices and stores, and what operators did; newest first."""
-    now_s = int(time.time())
+    now_s = now_ms() // 1000
     filters: dict[str, list[str]] = {
         "event_types[]": action or [],
         "actor_ids[]": actor or [],

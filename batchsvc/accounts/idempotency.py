@@ -130,9 +130,14 @@ def forget_old(session: Session) -> int:
     return queries.delete_answers(session, database_now_ms(session) - _KEEP_MS)
 
 
-def rewrite_answers(session: Session, project_id: str, text: str, rewrite: Callable[[str], str]) -> None:
-    """Change the bodies of stored answers that hold a text, so that what was deleted is gone from them too."""
-    for row in queries.answers_with(session, project_id, text):
+def rewrite_answers(
+    session: Session, project_id: str, object_id: str, made_ms: int, rewrite: Callable[[str], str]
+) -> None:
+    """Change the bodies of the answers that tell of an object, so that what was deleted is gone from them too.
+
+    An answer is written with what it tells of, so `made_ms`, when that was made, finds it among many.
+    """
+    for row in queries.answers_with(session, project_id, object_id, made_ms - RETRY_MS, made_ms + RETRY_MS):
         row.body = rewrite(row.body)
 
 

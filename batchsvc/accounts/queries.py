@@ -138,10 +138,11 @@ def fill_answer(session: Session, project_id: str, key: str, body: str, **values
     session.execute(update(IdempotentAnswer).where(*named).values(body=body, **values))
 
 
-def answers_with(session: Session, project_id: str, text: str) -> list[IdempotentAnswer]:
-    """The answers of a project that hold a text, locked. Looks through those of the last days."""
+def answers_with(session: Session, project_id: str, text: str, from_ms: int, to_ms: int) -> list[IdempotentAnswer]:
+    """The answers to a project in this time that hold a text, locked. Served by ix_idempotent_answers_created_ms."""
     mine = (IdempotentAnswer.project_id == project_id, IdempotentAnswer.body.contains(text, autoescape=True))
-    found = select(IdempotentAnswer).where(*mine).order_by(IdempotentAnswer.key).with_for_update()
+    in_time = IdempotentAnswer.created_ms.between(from_ms, to_ms)
+    found = select(IdempotentAnswer).where(*mine, in_time).order_by(IdempotentAnswer.key).with_for_update()
     return list(session.scalars(found.execution_options(populate_existing=True)))
 
 

@@ -49,8 +49,10 @@ def wipe_file(session: Session, file_id: str) -> list[str]:
     if row is None or row.deleted_ms is None:
         return []
     row.filename, row.source_uri, row.source_etag, row.source_error = "", None, None, None
-    session.execute(update(Upload).where(Upload.file_id == file_id).values(filename=""))
-    _wipe_answers(session, row.project_id, file_id)
+    for upload in session.scalars(select(Upload).where(Upload.file_id == file_id).order_by(Upload.id)):
+        upload.filename = ""
+        _wipe_answers(session, row.project_id, upload.id, upload.created_ms)
+    _wipe_answers(session, row.project_id, file_id, row.created_ms)
     batch_id = keys.batch_of(row.s3_key)
     if batch_id is not None:
         _wipe_differences(session, [batch_id])
@@ -74,7 +76,7 @@ def wipe_upload(session: Session, upload_id: str) -> list[str]:
         return []
     if row.file_id is None:
         row.filename = ""
-        _wipe_answers(session, row.project_id, upload_id)
+        _wipe_answers(session, row.project_id, upload_id, row.created_ms)
     return [keys.of_upload(row.project_id, upload_id)]
 
 
@@ -86,7 +88,7 @@ def wipe_batch(session: Session, batch_id: str) -> list[str]:
     row.metadata_json = row.name = row.output_s3 = None
     _wipe_problems(row, f"Deleted with the batch on {date_of(row.deleted_ms)}.")
     _wipe_differences(session, [batch_id])
-    _wipe_answers(session, row.project_id, batch_id)
+    _wipe_answers(session, row.project_id, batch_id, row.created_ms)
     export = session.get(Export, batch_id, with_for_update=True, populate_existing=True)
     if export is not None:
         export.error = _WAS_DELETED if export.error else None
@@ -154,13 +156,13 @@ def _wipe_differences(session: Session, batch_ids: Collection[str]) -> None:
     session.execute(update(Reconciliation).where(Reconciliation.batch_id.in_(batch_ids)).values(first=None))
 
 
-def _wipe_answers(session: Session, project_id: str, object_id: str) -> None:
+def _wipe_answers(session: Session, project_id: str, object_id: str, made_ms: int) -> None:
     """Take the user's words about an object out of the answers that repeated calls get."""
 
     def wiped(body: str) -> str:
         return orjson.dumps(_without_words(orjson.loads(body), object_id)).decode()
 
-    idempotency.rewrite_answers(session, project_id, object_id, wiped)
+    idempotency.rewrite_answers(session, project_id, object_id, made_ms, wiped)
 
 
 def _without_words(value: Any, object_id: str) -> Any:

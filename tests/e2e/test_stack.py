@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -134,7 +135,8 @@ def test_logs_show_each_process_and_follow_what_comes(stack: Stack, stack_cli: R
         time.sleep(1)  # it has to look once before; what comes earlier than that would need no -f
         while process.poll() is None:
             assert stack_cli("list").code == 0
-            if "/v1/batches" in process.stdout.readline():
+            is_heard = select.select([process.stdout], [], [], 1)[0]  # else it hadn't looked before: list again
+            if is_heard and "/v1/batches" in process.stdout.readline():
                 process.send_signal(signal.SIGINT)
                 break
         _, err = process.communicate(timeout=60)

@@ -62,6 +62,7 @@ def done(world: World, batch_id: str) -> bool:
     return batch.completed == batch.total
 
 
+@pytest.mark.slow  # CI has it on a whole stack: tests/e2e/test_incidents.py
 def test_two_models_in_turn_under_one_pid(
     world: World, env: dict[str, str], tiny: tuple[Path, str], other: tuple[Path, str]
 ) -> None:
@@ -104,6 +105,7 @@ def _problems(world: World) -> list[str]:
         return [says for row in worker_service.shown_workers(session, 60)["data"] for says in row["problems"]]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_also_while_it_changes_over(
     world: World, env: dict[str, str], tiny: tuple[Path, str], other: tuple[Path, str]
 ) -> None:

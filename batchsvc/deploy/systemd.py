@@ -144,12 +144,19 @@ class Systemd:
         return head + "".join(f'{name}="{value}"\n' for name, value in own.items())
 
     def _here(self, host: str) -> str:
-        env = self.at(self._plan.paths.config, host) + "/batchsvc.env"
-        program = self.at(self._plan.paths.program, host)
-        return (
-            "#!/bin/sh\n# batchsvc with the settings of this host, as its user\nset -eu\n"
-            f'set -a; . "{env}"; set +a\nexec {program} "$@"\n'
-        )
+        plan = self._plan
+        config, state = self.at(plan.paths.config, host), self.at(plan.paths.state, host)
+        return f"""\
+#!/bin/sh
+# batchsvc with the settings of this host and as its user, whose cache of models the processes share
+set -eu
+if [ "$(id -u)" = 0 ] && [ -z "${{is_user:-}}" ]; then
+  is_user=1 exec runuser -u {plan.user} -- "$0" "$@"
+fi
+set -a; . "{config}/batchsvc.env"; set +a
+export HOME="{state}"
+exec {self.at(plan.paths.program, host)} "$@"
+"""
 
     def _api_units(self, host: str) -> dict[str, str]:
         plan = self._plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -175,3 +176,18 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
 def test_what_cannot_be_deployed_is_refused_by_the_name_of_its_flag(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)):
         Plan(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_wheel_is_copied_to_each_host_and_installed_there(tmp_path: Path, device: Device) -> None:
+    wheel = tmp_path / "batchsvc-1.0-py3-none-any.whl"
+    wheel.write_bytes(b"a wheel")
+    plan = Plan(hosts=THREE, device=device)
+    steps.write_systemd(plan, tmp_path / "to", ssh="root@{host}", wheel=wheel)
+    named = f"./{wheel.name}{'[gpu]' if device == 'cuda' else ''}"
+    for host in THREE:
+        assert (tmp_path / "to" / host / wheel.name).read_bytes() == b"a wheel"
+        script = (tmp_path / "to" / host / "setup.sh").read_text()
+        assert f"/opt/batchsvc/bin/pip install -q {shlex.quote(named)}\n" in script
+        checked = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr

@@ -62,6 +62,9 @@ def undrain(session: Session, actor: Actor, worker: str, renew_s: float) -> dict
         by_name = {row.name for row in rows if row.name and row.name != worker} & _drained(session)
         hint = f": it is drained by its name, so undrain {min(by_name)}" if by_name else ""
         raise InvalidRequestError(f"The worker {worker} isn't drained{hint}.", param="worker")
+    for row in rows:
+        if row.switching_to is None and hold_queries.of_worker(session, row.id) is None:
+            row.is_draining = False  # one whose process is ending says so again with its next heartbeat
     record(session, actor, Action.WORKER_UNDRAINED, worker)
     return worker_service.named(session, worker, renew_s)
 

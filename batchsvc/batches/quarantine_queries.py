@@ -102,12 +102,12 @@ def release(session: Session, batch_id: str, lines: Collection[int]) -> Released
         )
     if wanted or lines:
         _check(batch)
+    units = [] if lines else _trust(session, batch)  # first: the lines that are released now stay alone
     now = database_now_ms(session)
     for part in wanted:
         unit = finalize_queries.take_back(session, batch, part, now, can_run=True)
         assert unit is not None, "a poison part is of a unit"
         unit.is_suspect, unit.crash_count = True, 0  # what ended engines begins alone
-    units = [] if lines else _trust(session, batch)
     if not wanted and not units:
         raise InvalidRequestError(f"Nothing of {batch_id} is in quarantine.", param="batch_id")
     return Released(batch, sorted(known), units)

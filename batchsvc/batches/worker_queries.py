@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, exists, select, update
+from sqlalchemy import delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import mode
@@ -119,6 +119,12 @@ def notes(session: Session, since_ms: int) -> dict[str, str]:
     """What workers that are alive wait for, by the digest of their model; one of several."""
     alive = session.execute(select(Worker.model_digest, Worker.stats).where(Worker.beat_ms >= since_ms))
     return {digest: str(stats["note"]) for digest, stats in alive if stats and stats.get("note")}
+
+
+def units_held(session: Session) -> dict[str, int]:
+    """How many units each worker has leased. Served by ix_units_lease."""
+    held = select(Unit.owner, func.count()).where(Unit.state == "leased").group_by(Unit.owner)
+    return {owner: count for owner, count in session.execute(held) if owner is not None}
 
 
 def with_calls(session: Session, worker_ids: Collection[str]) -> set[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import hold_queries, queries, worker_queries
 from batchsvc.batches.engine_view import view
-from batchsvc.batches.tables import ClaimHold, Unit, Worker
+from batchsvc.batches.tables import ClaimHold, Worker
 from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.db.session import database_now_ms
 
@@ -41,7 +40,7 @@ def named(session: Session, worker: str, renew_s: float) -> dict[str, Any]:
 
 def _shown(session: Session, workers: Iterable[Worker], drained: dict[str, ClaimHold]) -> list[dict[str, Any]]:
     now_ms, names = database_now_ms(session), queries.names_by_digest(session)
-    units = _units(session)
+    units = worker_queries.units_held(session)
 
     def model_name(digest: str) -> str:
         return names.get(digest, digest[:12])
@@ -94,9 +93,3 @@ def _drained(session: Session) -> dict[str, ClaimHold]:
     prefix = hold_queries.WORKER
     holds = hold_queries.every(session)
     return {target.removeprefix(prefix): hold for target, hold in holds.items() if target.startswith(prefix)}
-
-
-def _units(session: Session) -> dict[str, int]:
-    """Units by who has them leased. Served by ix_units_lease."""
-    held = select(Unit.owner, func.count()).where(Unit.state == "leased").group_by(Unit.owner)
-    return {owner: count for owner, count in session.execute(held) if owner is not None}

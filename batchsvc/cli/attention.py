@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import httpx
-
 from batchsvc.cli import claims
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import StackState
@@ -16,6 +14,8 @@ _TIMEOUT_S = 10.0
 
 def look(state: StackState, directory: DataDir) -> dict[str, Any]:
     """Lists by name, for --json; empty where the API doesn't answer, which `status` says elsewhere."""
+    import httpx
+
     try:
         key = directory.admin_key.read_text(encoding="utf-8").strip()
         with httpx.Client(

@@ -210,6 +210,7 @@ def _models(_settings: Settings, database: Database) -> _Said:
 def _workers(settings: Settings, database: Database) -> _Said:
     with database.reading() as session:
         rows = worker_service.shown_workers(session, settings.renew_s)["data"]
+        drained = [row for row in rows if row["drain_reason"]]
         since_ms = database_now_ms(session) - round(3 * settings.renew_s * 1000)
         able = switch_queries.able(session, since_ms)
         idle = [
@@ -219,12 +220,13 @@ def _workers(settings: Settings, database: Database) -> _Said:
         ]
     if idle:
         says = f"unfinished batches wait, and no worker serves {', '.join(idle)}"
+        if drained:
+            name = drained[0]["name"] or drained[0]["id"]
+            return _Said(f"{says}: {name} is drained", "fail", f"batchsvc workers undrain {name}")
         return _Said(says, "fail", f"start a worker, or batchsvc models load {idle[0]}")
     if not rows:
         return _Said("no engine worker is alive", "warn", "start one: batchsvc up, or batchsvc serve engine")
-    stopped = [
-        f"{row['name'] or row['id']} is {row['state']}" for row in rows if row["state"] in ("draining", "drained")
-    ]
+    stopped = [f"{row['name'] or row['id']} is {row['state']}" for row in drained]
     problems = [says for row in rows for says in row["problems"]]
     if stopped or problems:
         return _Said("; ".join([*stopped, *problems]), "warn", "batchsvc workers list")

@@ -33,7 +33,7 @@ OWNED = {
 SHARED = {"name"}  # names of models: the same for all projects
 WITHIN = {"custom_id"}  # what names something inside of what is owned
 # what the deployment's admin key alone may name, under /v1/admin
-ADMIN_ONLY = {"key_id", "store_id", "project", "batch_id", "version", "action"}
+ADMIN_ONLY = {"key_id", "store_id", "project", "batch_id", "object_id", "version", "action"}
 REFERENCES = {  # in query or body
     ("/v1/files", "after"),
     ("/v1/batches", "after"),

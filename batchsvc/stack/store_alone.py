@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from batchsvc.clock import monotonic_s
-from batchsvc.errors import UnavailableError
+from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.stack import children, ports
 from batchsvc.stack.child import Child
 from batchsvc.stack.datadir import DataDir
 from batchsvc.stack.options import DEFAULT_HOST, StackOptions
+from batchsvc.store import keys
+from batchsvc.store.s3 import ObjectStore
 
 _READY_S, _STOP_S, _LOOK_S = 90.0, 20.0, 0.05
 
@@ -35,8 +37,9 @@ def store_alone(directory: DataDir) -> Iterator[Settings]:
         store = Child(children.store_spec(directory, chosen, children.Secrets.of(directory)), directory.logs)
         store.start()
         try:
-            _wait(store)
-            yield settings_of(directory)
+            settings = settings_of(directory)
+            _wait(store, ObjectStore(settings))
+            yield settings
         finally:
             _stop(store)
             children.remove_sockets(chosen)
@@ -52,12 +55,22 @@ def _remembered(directory: DataDir) -> tuple[str, ...]:
     return tuple(name for name in names if name.partition("-")[0] in ("control", "engine"))
 
 
-def _wait(store: Child) -> None:
+def _wait(store: Child, bucket: ObjectStore) -> None:
+    """Until the store writes and reads: its gateway answers before its volumes are found."""
     deadline = monotonic_s() + _READY_S
-    while not store.spec.is_ready(store.pid or 0):
+    while not (store.spec.is_ready(store.pid or 0) and _works(bucket)):
         if store.exit_code() is not None or monotonic_s() > deadline:
             raise UnavailableError(f"The object store can't start: see {store.log}.")
         time.sleep(_LOOK_S)
+
+
+def _works(bucket: ObjectStore) -> bool:
+    try:
+        bucket.ensure_bucket()
+        bucket.put(keys.PROBE, b"ready")
+        return bucket.get(keys.PROBE) == b"ready"
+    except ServiceError:
+        return False
 
 
 def _stop(store: Child) -> None:

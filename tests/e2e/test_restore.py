@@ -7,10 +7,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from batchsvc.stack.datadir import DataDir
 from tests.e2e.conftest import BATCHSVC, LIVENESS_S, CommandLine, Result, Stack, line, read_lines, wait_for, write_lines
 
 Run = Callable[..., Result]
+pytestmark = pytest.mark.slow  # in CI: row 76, and a data directory whose store runs alone
 LINES = 800
 
 

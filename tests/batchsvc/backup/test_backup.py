@@ -41,7 +41,7 @@ def programs_path() -> str:
 
 KINDS = [
     pytest.param("sqlite", "sqlite", id="sqlite"),
-    pytest.param("postgresql", "postgresql-dump", id="pg_dump"),
+    pytest.param("postgresql", "postgresql-dump", id="pg_dump", marks=pytest.mark.slow),
     pytest.param("postgresql", "postgresql-copy", id="postgresql by COPY"),
 ]
 each_kind = pytest.mark.parametrize(("migrated_url", "kind"), KINDS, indirect=["migrated_url"])

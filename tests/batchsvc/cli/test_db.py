@@ -57,6 +57,7 @@ def test_an_upgrade_is_announced_made_and_noted(command: Callable[..., Result], 
     database.dispose()
 
 
+@pytest.mark.parametrize("database_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_newer_database_is_refused_by_every_process(
     command: Callable[..., Result], settings: Settings, tmp_path: Path
 ) -> None:
@@ -66,7 +67,7 @@ def test_a_newer_database_is_refused_by_every_process(
     assert isinstance(refused.exception, SchemaError)
     assert "newer version of batchsvc (revision 9999)" in refused.exception.message
     env = _environment(settings)
-    for module in (["batchsvc.app"], ["workers", "control"], ["workers", "engine"]):
+    for module in (["batchsvc.app"], ["workers", "engine"]):  # a control worker begins as an engine worker does
         ended = subprocess.run(
             [sys.executable, "-P", "-m", *module], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )

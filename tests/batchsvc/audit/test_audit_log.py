@@ -46,9 +46,13 @@ def test_a_row_says_who_what_on_what_when_and_from_where(db: Database) -> None:
 
 
 def test_a_change_that_is_rolled_back_leaves_no_row(db: Database) -> None:
-    with pytest.raises(RuntimeError), db.transaction() as session:
-        record(session, KEY, Action.KEY_DELETED, "abcd1234")
-        raise RuntimeError
+    def give_up() -> None:
+        with db.transaction() as session:
+            record(session, KEY, Action.KEY_DELETED, "abcd1234")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        give_up()
     with db.reading() as session:
         assert not session.scalars(select(AuditRow)).all()
 

@@ -1,3 +1,3 @@
 """Batch inference as a service: files, batches and money; knows no model code and loads no torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -26,7 +26,7 @@ from pathlib import Path
 import structlog
 
 from batchsvc.backup.manifest import BackupError, Manifest, SavedObject
-from batchsvc.backup.vault import OBJECTS, Vault
+from batchsvc.backup.vault import OBJECTS, SCRATCH, Vault
 from batchsvc.batches import collection_queries, garbage_queries, snapshot_queries
 from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
@@ -39,6 +39,7 @@ _PROLONG_S = 60.0
 _COLLECTING_S = collection_queries.SWEEP_S + 30
 _ATTEMPTS = 3
 _THREADS, _WINDOW = 8, 256
+_ASKED = 500  # keys in one statement: databases take some ten thousand parameters
 _LOOK_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -145,7 +146,7 @@ class _Attempt:
     def run(self, database_url: str, secrets: dict[str, str] | None) -> _Copied:
         vault, name = self._vault, self._name
         vault.begin(name)
-        with tempfile.TemporaryDirectory(prefix=".scratch-", dir=vault.root) as scratch, vault.explained():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=vault.root) as scratch, vault.explained():
             self._say("Copying the database.")
             with snapshot_of(database_url, Path(scratch)) as snapshot:
                 files = []
@@ -235,7 +236,8 @@ def _known_objects(vault: Vault) -> dict[str, SavedObject]:
 
 def _still_named(db: Database, keys: list[str]) -> set[str]:
     with db.reading() as session:
-        return garbage_queries.referred_to(session, keys)
+        pieces = (keys[first : first + _ASKED] for first in range(0, len(keys), _ASKED))
+        return set().union(*(garbage_queries.referred_to(session, piece) for piece in pieces))
 
 
 def _new_name(vault: Vault) -> str:

@@ -26,6 +26,7 @@ import zstandard
 from batchsvc.backup.manifest import MANIFEST, BackupError, Manifest, SavedObject, StoredFile
 
 _CHUNK = 1 << 20
+SCRATCH = ".scratch-"  # what a backup needs while it is made
 OBJECTS, SECRETS = "objects.jsonl.zst", "secrets.json"
 
 
@@ -83,6 +84,8 @@ class Vault:
         """The folder of a new backup, after what was broken off has been removed."""
         for old in self.unfinished():
             shutil.rmtree(self.folder(old))
+        for scratch in self.root.glob(f"{SCRATCH}*"):
+            shutil.rmtree(scratch)
         for left in self._objects.glob(".new-*"):
             left.unlink()
         folder = self.folder(name)

@@ -151,6 +151,7 @@ def test_row_76_a_backup_that_is_killed_holds_nothing_for_long(cluster: Cluster,
     assert "never finished" in refused
     assert json.loads(batchsvc(cluster, "backup", tmp_path / "b", "--from-env", "--json"))["num_missing"] == 0
     assert len(Vault(tmp_path / "b").finished()) == 1 and not Vault(tmp_path / "b").unfinished()
+    assert not list((tmp_path / "b").glob(".*")), "nor is a copy of the database left"
 
 
 def holds(cluster: Cluster) -> list[collection_queries.Hold]:

@@ -13,6 +13,7 @@ from sqlalchemy import MetaData, select, text
 from sqlalchemy.exc import DBAPIError
 
 from batchsvc.audit.tables import AuditRow
+from batchsvc.backup import making
 from batchsvc.backup.making import make_backup
 from batchsvc.backup.vault import Vault
 from batchsvc.batches import garbage_queries, snapshot_queries, unit_queries
@@ -240,3 +241,24 @@ def test_what_goes_during_a_backup_all_the_same_is_noticed(world: World, here: E
         assert result.manifest.num_missing == 0
         assert key not in {saved.key for saved in vault.objects(result.manifest)}
     assert "Objects went while they were being copied: once more." in said
+
+
+@on_sqlite
+def test_what_a_killed_backup_has_left_goes_with_the_next(
+    world: World, here: Env, command: Command, tmp_path: Path
+) -> None:
+    work(world)
+    with Vault.for_writing(tmp_path / "b") as vault:
+        scratch = vault.root / ".scratch-killed"
+        scratch.mkdir()
+        (scratch / "database.sqlite3").write_bytes(b"all that users sent")
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    assert not scratch.exists()
+
+
+@on_sqlite
+def test_any_number_of_missing_objects_is_looked_for(world: World) -> None:
+    batch_id = work(world)
+    there = world.parts(batch_id)[0].s3_key
+    asked = [keys.part(batch_id, 1, f"gone-{no}") for no in range(35_000)] + [there]  # SQLite takes 32,766 at once
+    assert making._still_named(world.db, asked) == {there}

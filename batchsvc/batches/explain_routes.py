@@ -31,3 +31,9 @@ def explain_batch_to_operator(_admin: AdminDep, context: ContextDep, batch_id: s
     """The same of any project's batch, with what its engine did and the margin that leaves."""
     with context.db.reading() as session:
         return explain_service.explain_batch(session, context.settings, None, batch_id)
+
+
+@router.get("/admin/batches/{batch_id}/lines/{custom_id:path}")
+def explain_line_to_operator(_admin: AdminDep, context: ContextDep, batch_id: str, custom_id: str) -> dict[str, Any]:
+    """Why a line of any project's batch costs what it costs."""
+    return explain_service.explain_line(context.db, context.store, None, batch_id, custom_id)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.caller import AdminDep
-from batchsvc.batches import incident_service, loading_service, service
+from batchsvc.batches import error_codes, incident_service, loading_service, service
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.incident_schemas import LoadModel, PauseClaims, Release, ResumeClaims, Why
 from batchsvc.batches.offpeak import Night
@@ -71,10 +71,11 @@ def list_stuck_batches(
 def explain_standing(
     _admin: AdminDep, context: ContextDep, batch_id: str, quiet_s: Quiet = incident_service.QUIET_S
 ) -> dict[str, Any]:
-    """How a batch of any project stands, and why it is no further."""
+    """How a batch of any project stands, why it is no further, and by which codes lines of it have failed."""
     night, habits = Night.from_settings(context.settings), Habits.from_settings(context.settings)
     with context.db.reading() as session:
-        return incident_service.why(session, batch_id, night, habits, context.settings.renew_s, quiet_s)
+        shown = incident_service.why(session, batch_id, night, habits, context.settings.renew_s, quiet_s)
+    return shown | {"errors": error_codes.counted(context.db, context.store, batch_id)}
 
 
 @router.post("/batches/{batch_id}/pause")

@@ -16,6 +16,7 @@ from batchsvc.audit.actions import Action
 from batchsvc.audit.actor import Actor
 from batchsvc.audit.service import record
 from batchsvc.batches import (
+    export_queries,
     hold_queries,
     models,
     outlook,
@@ -28,6 +29,7 @@ from batchsvc.batches import (
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.lifecycle import TERMINAL
 from batchsvc.batches.offpeak import Night
+from batchsvc.batches.schemas import export_shown
 from batchsvc.batches.tables import Batch
 from batchsvc.errors import InvalidRequestError, NotFoundError
 
@@ -166,7 +168,8 @@ def why(
     look = outlook.outlooks(session, [row], night, habits)[row.id]
     facts = stuck_queries.facts(session, [row], night, renew_s)[row.id]
     finding = None if row.status in TERMINAL else stuck.find(facts, quiet_s)
-    return _shown(row, finding, facts) | look.shown()
+    export = export_queries.of_batches(session, [row]).get(batch_id)
+    return _shown(row, finding, facts) | look.shown() | {"output_s3": export_shown(row, export)}
 
 
 def _shown(row: Batch, finding: stuck.Finding | None, facts: stuck.Facts) -> dict[str, Any]:

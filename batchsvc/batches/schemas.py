@@ -131,7 +131,7 @@ def batch_object(
         "scheduled_for": _seconds(scheduled_ms),
         "pause_reason": row.pause_reason if row.is_paused else None,
         "errors_total": row.errors_total,
-        "output_s3": _export(row, export),
+        "output_s3": export_shown(row, export),
     }
     if has_started:
         shown["usage"] = _usage(row)
@@ -199,7 +199,7 @@ def _usage(row: Batch) -> dict[str, Any]:
     }
 
 
-def _export(row: Batch, export: Export | None) -> dict[str, Any] | None:
+def export_shown(row: Batch, export: Export | None) -> dict[str, Any] | None:
     """Where the results go in the tenant's store; they are there when the manifest is, and `state` is `done`."""
     if export is None:
         return None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchsvc.cli import incidents
+from batchsvc.cli import exporting, incidents
 from batchsvc.cli.again import resumed
 from batchsvc.cli.options import AdminOptions, BatchArgument, grouped
 from batchsvc.cli.workers import ReasonOption
@@ -74,6 +74,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     units, share = row["units"], row["progress"]["share"]
     counts = ", ".join(f"{count} {name}" for name, count in units.items() if count)
     ends = row["estimated_completion_at"]
+    errors = row.get("errors")  # the database alone doesn't have them
     late = "probably too late" if row["at_risk"] else "in time, as far as is known"
     return {
         "Batch": f"{row['id']} of {row['project_id']}, model {row['model'] or 'not known yet'}",
@@ -84,6 +85,8 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
         "Workers": ", ".join(row["workers"]) or "none",
         "Ends": "not known" if ends is None else f"{_time(ends['low'])} to {_time(ends['high'])}, {late}",
         "Deadline": _time(row["expires_at"]),
+        **({"Errors": ", ".join(f"{count:,} {code}" for code, count in errors.items())} if errors else {}),
+        **({"Results in S3": exporting.shown(row)} if row["output_s3"] else {}),
     }
 
 

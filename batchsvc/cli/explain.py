@@ -29,11 +29,11 @@ def explain(
     console = server.console
     with server.opened(roles=READING, purpose="explain") as session:
         if custom_id is not None:
-            line = session.client.get(f"/batches/{quote(batch_id, safe='')}/lines/{quote(custom_id, safe='')}")
+            line = _asked(session, f"/batches/{quote(batch_id, safe='')}/lines/{quote(custom_id, safe='')}")
             console.fields(_line_fields(line))
             console.result(line)
             return
-        batch = _batch(session, batch_id)
+        batch = _asked(session, f"/batches/{quote(batch_id, safe='')}/explanation")
     console.result(batch)
     console.fields(_batch_fields(batch))
     console.table(
@@ -44,9 +44,8 @@ def explain(
         console.fields(engine_fields(batch["engine"]))
 
 
-def _batch(session: Session, batch_id: str) -> dict[str, Any]:
-    """As an operator sees it, if the key is an operator's; the user of a data directory is one."""
-    path = f"/batches/{quote(batch_id, safe='')}/explanation"
+def _asked(session: Session, path: str) -> dict[str, Any]:
+    """The answer as an operator gets it, if the key is an operator's; the user of a data directory is one."""
     directory = session.target.directory
     if directory is not None:
         key = directory.admin_key.read_text(encoding="utf-8").strip()

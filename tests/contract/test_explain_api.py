@@ -12,6 +12,10 @@ def test_a_line_that_is_not_there_and_an_engine_that_is_not_shown(api: Api) -> N
     for custom_id in ("nope", "a/b", "a%2Fb", "%25", "x" * 500):
         error = envelope(api.call("GET", f"/v1/batches/{batch}/lines/{custom_id}"), 404)
         assert error["param"] == "custom_id"
+        told = envelope(api.call("GET", f"/v1/admin/batches/{batch}/lines/{custom_id}", api.admin_key), 404)
+        assert told == error, "an operator is told the same, whoever's batch it is"
+    assert envelope(api.call("GET", f"/v1/admin/batches/{batch}/lines/r1"), 403)["code"] == "admin_only"
+    assert envelope(api.call("GET", "/v1/admin/batches/batch_nope/lines/r1", api.admin_key), 404)
     shown = api.call("GET", f"/v1/batches/{batch}/explanation").json()
     assert shown["batch_id"] == batch and "engine" not in shown
     assert envelope(api.call("GET", f"/v1/admin/batches/{batch}/explanation"), 403)["code"] == "admin_only"

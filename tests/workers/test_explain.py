@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.batches import explain, explain_service
+from batchsvc.batches import error_codes, explain, explain_service, unit_file, unit_queries
 from batchsvc.batches.tables import Worker
 from batchsvc.batches.unit_file import UnitRow
 from batchsvc.cli.explain import engine_fields
@@ -17,7 +17,9 @@ from batchsvc.errors import NotFoundError
 from batchsvc.money import Rates, line_cost_nanos
 from engine.sched.order import plan_window
 from tests.workers.conftest import DIGEST, World
-from tests.workers.test_finalize import finalizer, run_units
+from tests.workers.helpers import put_part
+from tests.workers.test_finalize import commit, finalizer, run_units
+from workers.translate import open_rows, to_errors
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=12)
 
@@ -73,6 +75,7 @@ def test_lines_of_a_batch(sqlite_world: World) -> None:
         shown = line(custom_id)
         usage = result["response"]["body"]["usage"]
         assert (shown["status"], shown["cost_nanos"]) == ("answered", usage["cost_nanos"])
+        assert explain_service.explain_line(world.db, world.store, None, batch_id, custom_id) == shown  # an operator
         assert shown["usage"] == {
             "input_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -96,6 +99,27 @@ def test_lines_of_a_batch(sqlite_world: World) -> None:
     assert "cleared away" in orjson.dumps(shown["cached"]).decode()
     with pytest.raises(NotFoundError):
         line("c17")
+
+
+def test_error_lines_are_counted_by_their_codes_while_a_batch_runs_and_when_it_has_ended(sqlite_world: World) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=8, unit_lines=4)
+    failed, never_run = world.db.run(lambda session: unit_queries.claim(session, DIGEST, "w", 30, 100))
+    rows = list(open_rows(failed, unit_file.read(world.store.get(failed.s3_key))))
+    codes = ["poison", "invalid_logits", "invalid_logits"]
+    lines = [to_errors(failed, row, code=code, message="-", status=500)[0] for row, code in zip(rows, codes)]  # noqa: B905
+    commit(world, failed, put_part(world, failed, lines))
+    assert error_codes.counted(world.db, world.store, "batch_nope") == {}
+    assert error_codes.counted(world.db, world.store, batch_id) == {"invalid_logits": 2, "poison": 1}
+    for unit in (failed, never_run):
+        world.db.run(lambda session, unit=unit: unit_queries.release(session, unit.id, unit.epoch))
+    world.set_batch(batch_id, expires_ms=1)
+    assert finalizer(world).finalize(batch_id)
+    ended = error_codes.counted(world.db, world.store, batch_id)
+    assert ended == {"batch_expired": 5, "invalid_logits": 2, "poison": 1}
+    assert next(iter(ended)) == "batch_expired", "the most frequent first"
+    world.store.delete([key for key, _ in world.store.list_keys(f"batch/{batch_id}/")])
+    assert error_codes.counted(world.db, world.store, batch_id) == {}, "there is nothing left to read"
 
 
 def test_hits_beyond_the_plan_are_named() -> None:

@@ -97,8 +97,19 @@ def answered(
     return None if stored is None or not stored.body else _again(stored, digest_of(arguments))
 
 
-def once_sent(session: Session, project_id: str, call: str, sent: Sent, do: Callable[[], Any]) -> dict[str, Any]:
-    """Like `once`, and without a key a call is known by what it says; calls that say the same go one by one."""
+def once_sent(
+    session: Session,
+    project_id: str,
+    call: str,
+    sent: Sent,
+    do: Callable[[], Any],
+    *,
+    is_there: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> dict[str, Any]:
+    """Like `once`, and without a key a call is known by what it says; calls that say the same go one by one.
+
+    `is_there` says of an answer whether what it tells of is still there: if not, the call is a new one.
+    """
     is_retry = sent.repetition.is_retry
     if sent.repetition.key is not None:
         return _once_named(session, project_id, f"{call} {sent.repetition.key}", sent.digest, do)
@@ -107,7 +118,9 @@ def once_sent(session: Session, project_id: str, call: str, sent: Sent, do: Call
         known = queries.locked_answer(session, project_id, name)
         since_ms = now - RETRY_MS if is_retry else sent.arrived_ms
         if known is not None and known.created_ms >= since_ms and (is_retry or known.fingerprint == _TO_RETRY):
-            return dict(orjson.loads(known.body))
+            answer = dict(orjson.loads(known.body))
+            if is_there(answer):
+                return answer
     body = dict(do())
     text, to = orjson.dumps(body).decode(), _TO_RETRY if is_retry else _TO_FIRST
     queries.fill_answer(session, project_id, name, text, fingerprint=to, created_ms=database_now_ms(session))

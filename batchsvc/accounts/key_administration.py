@@ -61,9 +61,16 @@ def create_key(
     return MadeKey(row, text)
 
 
-def get_key(session: Session, key_id: str, *, project_id: str | None = None, is_admin: bool | None = None) -> ApiKey:
+def get_key(
+    session: Session,
+    key_id: str,
+    *,
+    project_id: str | None = None,
+    is_admin: bool | None = None,
+    is_locked: bool = False,
+) -> ApiKey:
     """A key that wasn't revoked: of this project, or of this kind. Raises NotFoundError."""
-    row = queries.key(session, key_id)
+    row = queries.key(session, key_id, is_locked=is_locked)
     is_it = row is not None and row.revoked_ms is None
     if row is None or not is_it or project_id not in (None, row.project_id) or is_admin not in (None, row.is_admin):
         raise NotFoundError(f"There is no key {key_id[:64]}.", code="api_key_not_found", param="key_id")
@@ -72,6 +79,7 @@ def get_key(session: Session, key_id: str, *, project_id: str | None = None, is_
 
 def change_key(session: Session, actor: Actor, row: ApiKey, changes: Mapping[str, Any]) -> ApiKey:
     """Change `scopes`, `expires_in_seconds` (None: it never expires) or limits of a key that works."""
+    row = get_key(session, row.id, is_locked=True)
     _require_unexpired(session, row)
     if "scopes" in changes:
         row.scopes = scopes.parse(changes["scopes"] or ())
@@ -100,6 +108,10 @@ def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVE
 
     Raises InvalidRequestError for a key that has expired, or was rotated before.
     """
+    administration.active_project(session, row.project_id)
+    if row.service_account_id is not None:
+        get_account(session, row.project_id, row.service_account_id, is_locked=True)
+    row = get_key(session, row.id, is_locked=True)
     _require_unexpired(session, row)
     if row.replaced_by_id is not None:
         raise InvalidRequestError(
@@ -107,7 +119,6 @@ def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVE
             code="key_already_rotated",
             param="key_id",
         )
-    administration.active_project(session, row.project_id)
     now_ms = database_now_ms(session)
     made, text = service.create_key(session, row.project_id, row.name, row.is_admin)
     for name in ("scopes", "service_account_id", *LIMITS):
@@ -125,7 +136,7 @@ def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVE
 
 def revoke_key(session: Session, actor: Actor, key_id: str) -> ApiKey:
     """End a key; revoking it again changes nothing. Its row stays, because bills name it."""
-    was = queries.key(session, key_id)
+    was = queries.key(session, key_id, is_locked=True)
     is_news = was is not None and was.revoked_ms is None
     row = service.revoke_key(session, key_id)
     if is_news:
@@ -150,9 +161,9 @@ def create_account(session: Session, actor: Actor, project_id: str, name: str, r
     return made
 
 
-def get_account(session: Session, project_id: str, account_id: str) -> ServiceAccount:
+def get_account(session: Session, project_id: str, account_id: str, *, is_locked: bool = False) -> ServiceAccount:
     """A service account of this project. Raises NotFoundError."""
-    row = queries.account(session, account_id)
+    row = queries.account(session, account_id, is_locked=is_locked)
     if row is None or row.project_id != project_id or row.deleted_ms is not None:
         raise NotFoundError(
             f"There is no service account {account_id[:64]} in {project_id[:64]}.", param="service_account_id"
@@ -163,6 +174,7 @@ def get_account(session: Session, project_id: str, account_id: str) -> ServiceAc
 def change_account(session: Session, actor: Actor, row: ServiceAccount, changes: Mapping[str, str]) -> ServiceAccount:
     """Change the name or the role."""
     administration.active_project(session, row.project_id)
+    row = get_account(session, row.project_id, row.id, is_locked=True)
     if "name" in changes:
         row.name = service.check_name(changes["name"])
     row.role = changes.get("role", row.role)
@@ -181,6 +193,8 @@ def create_account_key(
     expires_in_s: int | None = None,
 ) -> MadeKey:
     """A key that belongs to a service account."""
+    administration.active_project(session, account.project_id)
+    account = get_account(session, account.project_id, account.id, is_locked=True)
     if account.role == NONE:
         raise InvalidRequestError(
             f"{account.id} has the role none: give it the role {MEMBER} first.", param="service_account_id"
@@ -198,6 +212,7 @@ def create_account_key(
 
 def delete_account(session: Session, actor: Actor, row: ServiceAccount) -> None:
     """End a service account and all of its keys."""
+    row = get_account(session, row.project_id, row.id, is_locked=True)
     row.deleted_ms = database_now_ms(session)
     session.flush()
     for key in queries.keys_of_account(session, row.id):

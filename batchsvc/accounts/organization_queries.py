@@ -10,9 +10,11 @@ from batchsvc.accounts.tables import ApiKey, Project, ServiceAccount
 from batchsvc.db.keyset import Cursor, page
 
 
-def project(session: Session, project_id: str) -> Project | None:
-    """One project by its id."""
-    return session.get(Project, project_id)
+def project(session: Session, project_id: str, *, is_locked: bool = False) -> Project | None:
+    """One project by its id; locked, though not against rows that refer to it, nobody else changes it meanwhile."""
+    if not is_locked:
+        return session.get(Project, project_id)
+    return session.get(Project, project_id, with_for_update={"key_share": True}, populate_existing=True)
 
 
 def project_page(
@@ -25,9 +27,9 @@ def project_page(
     return list(session.scalars(page(found, Project.created_ms, Project.id, after, limit, is_ascending)))
 
 
-def key(session: Session, key_id: str) -> ApiKey | None:
-    """One key by its public part."""
-    return session.get(ApiKey, key_id)
+def key(session: Session, key_id: str, *, is_locked: bool = False) -> ApiKey | None:
+    """One key by its public part; locked, it changes for nobody else till the transaction ends."""
+    return session.get(ApiKey, key_id, with_for_update=is_locked or None, populate_existing=is_locked)
 
 
 def key_page(
@@ -52,12 +54,12 @@ def keys_of_account(session: Session, account_id: str) -> list[ApiKey]:
     """Keys of a service account that weren't revoked; found by its project, which has an index."""
     project_id = select(ServiceAccount.project_id).where(ServiceAccount.id == account_id).scalar_subquery()
     its = (ApiKey.service_account_id == account_id, ApiKey.revoked_ms.is_(None))
-    return list(session.scalars(select(ApiKey).where(ApiKey.project_id == project_id, *its)))
+    return list(session.scalars(select(ApiKey).where(ApiKey.project_id == project_id, *its).order_by(ApiKey.id)))
 
 
-def account(session: Session, account_id: str) -> ServiceAccount | None:
-    """One service account, deleted or not."""
-    return session.get(ServiceAccount, account_id)
+def account(session: Session, account_id: str, *, is_locked: bool = False) -> ServiceAccount | None:
+    """One service account, deleted or not; locked, it changes for nobody else till the transaction ends."""
+    return session.get(ServiceAccount, account_id, with_for_update=is_locked or None, populate_existing=is_locked)
 
 
 def accounts_by_id(session: Session, account_ids: set[str]) -> dict[str, ServiceAccount]:

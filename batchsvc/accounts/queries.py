@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from batchsvc import mode
-from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project
+from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project, ServiceAccount
 from batchsvc.db.base import BigInt
 from batchsvc.db.session import database_now_sql
 
@@ -75,21 +75,23 @@ def key(session: Session, key_id: str) -> ApiKey | None:
 
 
 class KnownKey(NamedTuple):
-    """All that a call needs to know of its key and the key's project, and the database's time."""
+    """All that a call needs to know of its key, the key's project and its owner, and the database's time."""
 
     key: ApiKey
     project: Project
     now_ms: int
+    is_owner_deleted: bool  # the service account that the key belongs to
 
 
 def known_key(session: Session, key_id: str) -> KnownKey | None:
-    """A key with its project, in one statement: it runs with every call."""
+    """A key with its project and its owner, in one statement: it runs with every call."""
     found = session.execute(
-        select(ApiKey, Project, literal_column(database_now_sql(session), BigInt))
+        select(ApiKey, Project, literal_column(database_now_sql(session), BigInt), ServiceAccount.deleted_ms)
         .join(Project, Project.id == ApiKey.project_id)
+        .outerjoin(ServiceAccount, ServiceAccount.id == ApiKey.service_account_id)
         .where(ApiKey.id == key_id)
     ).first()
-    return None if found is None else KnownKey(found[0], found[1], int(found[2]))
+    return None if found is None else KnownKey(found[0], found[1], int(found[2]), found[3] is not None)
 
 
 def note_uses(session: Session, used_ms: Mapping[str, int]) -> None:

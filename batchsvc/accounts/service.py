@@ -159,11 +159,12 @@ def list_keys(session: Session, project_id: str | None = None) -> list[ApiKey]:
 
 
 def caller(session: Session, secret: str, address: str | None = None) -> Caller:
-    """Who this key stands for. Raises AuthenticationError for a key that is wrong, revoked or expired, and
-    PermissionDeniedError for one of an archived project."""
+    """Who this key stands for. Raises AuthenticationError for a key that is wrong, revoked, expired or of a deleted
+    service account, and PermissionDeniedError for one of an archived project."""
     key_id = keys.id_of(secret)
     known = queries.known_key(session, key_id) if key_id else None
-    if known is None or not keys.matches(secret, known.key.hash) or known.key.revoked_ms is not None:
+    is_its = known is not None and keys.matches(secret, known.key.hash)
+    if known is None or not is_its or known.key.revoked_ms is not None or known.is_owner_deleted:
         raise AuthenticationError("This API key is not valid: check it, or ask for a new one.", code="invalid_api_key")
     row = known.key
     if row.expires_ms is not None and row.expires_ms <= known.now_ms:

@@ -7,7 +7,7 @@ import pytest
 
 from batchsvc.accounts import service as accounts
 from batchsvc.accounts.organization_schemas import UNLIMITED
-from batchsvc.accounts.tables import ApiKey
+from batchsvc.accounts.tables import ApiKey, ServiceAccount
 from batchsvc.db.session import database_now_ms
 from tests.contract.conftest import Api, on_sqlite
 
@@ -53,6 +53,22 @@ def test_a_project_lives_from_create_to_archive(api: Api, admin: openai.OpenAI) 
     assert made.id in {project.id for project in projects.list(limit=2, include_archived=True)}, "over several pages"
 
 
+def test_an_archived_project_takes_its_test_keys_with_it(api: Api, admin: openai.OpenAI) -> None:
+    projects = admin.admin.organization.projects
+    made = projects.create(name="ends")
+    answer = api.call(
+        "POST", "/v1/admin/keys", api.admin_key, json={"name": "t", "project": made.id, "is_test": True}
+    ).json()
+    assert answer["key"].startswith("sk_test_") and asks(api, answer["key"]) == 200
+    projects.archive(made.id)
+    refused = api.call("GET", "/v1/models", answer["key"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "project_archived")
+    twin = {"name": "t", "project": answer["project_id"]}
+    assert api.call("POST", "/v1/admin/keys", api.admin_key, json=twin).status_code == 400, "nor gets it new ones"
+    rotated = api.call("POST", f"/v1/admin/keys/{answer['id']}/rotate", api.admin_key, json={})
+    assert (rotated.status_code, rotated.json()["error"]["code"]) == (400, "project_archived")
+
+
 @on_sqlite
 def test_a_project_with_an_admin_key_is_not_archived(api: Api, admin: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="admin key"):
@@ -84,6 +100,19 @@ def test_service_accounts_own_keys_that_end_with_them(api: Api, admin: openai.Op
     assert made.id not in {row.id for row in accounts_api.list(api.project_id)}
     with pytest.raises(openai.NotFoundError):
         accounts_api.retrieve(made.id, project_id=api.project_id)
+
+
+@on_sqlite
+def test_a_key_of_a_deleted_service_account_is_refused_even_if_it_was_not_revoked(
+    api: Api, admin: openai.OpenAI
+) -> None:
+    made = admin.admin.organization.projects.service_accounts.create(api.project_id, name="leaver")
+    assert made.api_key is not None and asks(api, made.api_key.value) == 200
+    with api.db.transaction() as session:
+        session.get_one(ServiceAccount, made.id).deleted_ms = 1
+    assert asks(api, made.api_key.value) == 401
+    rotated = api.call("POST", f"/v1/admin/keys/{made.api_key.id}/rotate", api.admin_key, json={})
+    assert rotated.status_code == 404, rotated.text
 
 
 @on_sqlite

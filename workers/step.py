@@ -347,7 +347,12 @@ class EngineRun:
         """Why it claims nothing, in a sentence; None: it serves."""
         if self.failure is not None:
             return self.failure
-        return "The worker drains and ends." if self._units.is_draining else self._says()
+        if self._units.is_draining:
+            return "The worker drains and ends."
+        if self._drained is None:
+            return self._note()
+        name = self._place().name or self.owner
+        return f"The worker {name} is drained ({self._drained}): `batchsvc workers undrain {name}` ends that."
 
     def shown(self) -> dict[str, Any]:
         """What it says of itself: plain data."""
@@ -361,17 +366,10 @@ class EngineRun:
             "ended": self._writer.ended(),
             "leases_lost": self._leases.lost(),
             **self._engine.signals(),
-            "note": self._says(),
+            "note": self._note(),  # tenants read it: no word of an operator's
             "problems": self._problems(),
             "clock_ms": now_ms(),
         }
-
-    def _says(self) -> str | None:
-        """What its work waits for, in a sentence."""
-        if self._drained is None:
-            return self._note()
-        name = self._place().name or self.owner
-        return f"The worker {name} is drained ({self._drained}): `batchsvc workers undrain {name}` ends that."
 
 
 def step_of(start: Callable[[], None], stop: Callable[[], None]) -> type:

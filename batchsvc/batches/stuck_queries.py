@@ -51,6 +51,7 @@ def facts(session: Session, rows: Sequence[Batch], night: Night, renew_s: float)
         since = max(parts.get(row.id, 0), row.in_progress_ms or row.created_ms)
         starts = waiting.scheduled_ms(row, around)
         hold_model, hold_reason = _hold(row, holds, around)
+        in_turn = around.in_turn.get(row.id)
         found[row.id] = Facts(
             id=row.id,
             project=row.project_id,
@@ -64,7 +65,7 @@ def facts(session: Session, rows: Sequence[Batch], night: Night, renew_s: float)
             hold_reason=hold_reason,
             hold_model=hold_model,
             lacking=around.lacking.get(row.id),
-            in_turn=around.in_turn.get(row.id),
+            in_turn=in_turn.for_operators if in_turn else None,
             drained=[name for pin in model_pins.pins_of(row) for name in drained[pin.digest]],
             ready=mine.ready,
             delayed=mine.delayed,

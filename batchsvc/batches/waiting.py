@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy.orm import Session
 
@@ -17,6 +18,14 @@ _SILENT_RENEWALS = 3  # a worker that missed as many heartbeats serves nobody
 _USUAL_ATTEMPTS = 2  # to finalize: one that was killed, and its successor
 
 
+class InTurn(NamedTuple):
+    """A worker that serves several models comes to a batch's later. `for_operators` names it, and what it does now,
+    which may be another project's own model; `for_tenants` doesn't."""
+
+    for_operators: str
+    for_tenants: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What batches wait for lies around them: the time, the night, live workers, units that were given back."""
@@ -26,7 +35,7 @@ class Surroundings:
     served: frozenset[str]
     delayed: frozenset[str]
     lacking: Mapping[str, str]  # by batch: what has work of it and no worker
-    in_turn: Mapping[str, str]  # by batch: which worker serves another model now, and this one later
+    in_turn: Mapping[str, InTurn]  # by batch: which worker serves another model now, and this one later
     held: Mapping[str, str]  # by batch: why nothing of it is claimed now
 
 
@@ -40,7 +49,7 @@ def look_around(session: Session, rows: Sequence[Batch], night: Night, renew_s: 
     served: set[str] = set()
     delayed: set[str] = set()
     lacking: dict[str, str] = {}
-    in_turn: dict[str, str] = {}
+    in_turn: dict[str, InTurn] = {}
     held: dict[str, str] = {}
     if running := [row for row in rows if row.status == Status.IN_PROGRESS]:
         since_ms = alive_since_ms(session, renew_s)
@@ -83,17 +92,19 @@ def _held(session: Session, running: Sequence[Batch]) -> dict[str, str]:
     return found
 
 
-def _in_turn(session: Session, row: Batch, since_ms: int) -> dict[str, str]:
+def _in_turn(session: Session, row: Batch, since_ms: int) -> dict[str, InTurn]:
     """By the batch, the worker that serves its model after another one, if there is one."""
     workers = switch_queries.able(session, since_ms).get(row.model_digest or "", [])
     if not workers:
         return {}
     first = min(workers, key=lambda worker: (worker.switching_to != row.model_digest, worker.name or worker.id))
     if first.switching_to == row.model_digest:
-        return {row.id: f"the worker {first.name or first.id}, which loads {row.model_id}"}
+        says = f"the worker {first.name or first.id}, which loads {row.model_id}"
+        return {row.id: InTurn(says, f"a worker, which loads {row.model_id}")}
     names = queries.names_by_digest(session)
     now = names.get(first.switching_to or first.model_digest, "another model")
-    return {row.id: f"its turn: the worker {first.name or first.id} serves {now} now, and {row.model_id} after it"}
+    says = f"its turn: the worker {first.name or first.id} serves {now} now, and {row.model_id} after it"
+    return {row.id: InTurn(says, "its turn: a worker serves another model now")}
 
 
 def scheduled_ms(row: Batch, around: Surroundings) -> int | None:
@@ -107,7 +118,7 @@ def scheduled_ms(row: Batch, around: Surroundings) -> int | None:
 
 
 def waiting_for(row: Batch, around: Surroundings) -> str | None:
-    """One phrase, or None for a batch that waits for nothing."""
+    """One phrase, or None for a batch that waits for nothing. Its project reads it: it names nothing of others."""
     if row.status == Status.FINALIZING and row.fin_epoch > _USUAL_ATTEMPTS:
         says = f"its results can't be put together, this is attempt {row.fin_epoch}"
         return f"{says}: the log of the control worker says why"
@@ -126,7 +137,7 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
     if (starts := scheduled_ms(row, around)) is not None:
         return f"off-peak until {around.night.label(starts)}"
     if row.id in around.in_turn:
-        return around.in_turn[row.id]
+        return around.in_turn[row.id].for_tenants
     if row.id in around.lacking:
         return f"no worker for model {around.lacking[row.id]}"
     if row.id in around.delayed:  # lines that an engine failed, or work that a worker could not read

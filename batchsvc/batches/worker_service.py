@@ -65,12 +65,18 @@ def _shown(session: Session, workers: Iterable[Worker], drained: dict[str, Claim
                 "drain_reason": hold.reason if hold else None,
                 "models": [model_name(digest) for digest in worker.models or [worker.model_digest]],
                 "loads": model_name(worker.switching_to) if worker.switching_to else None,
-                "note": (worker.stats or {}).get("note"),
+                "note": (worker.stats or {}).get("note") if hold is None else _order(hold),
                 "problems": (worker.stats or {}).get("problems") or [],
                 "clock_skew_s": _skew_s(worker),
             }
         )
     return rows
+
+
+def _order(hold: ClaimHold) -> str:
+    """Of a drained worker, for operators alone: the reason is theirs."""
+    name = hold.target.removeprefix(hold_queries.WORKER)
+    return f"The worker {name} is drained ({hold.reason}): `batchsvc workers undrain {name}` ends that."
 
 
 def state_of(worker: Worker, units: int, *, is_drained: bool) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
 
 from batchsvc.audit.tables import AuditRow
-from batchsvc.batches import worker_queries
+from batchsvc.batches import models, worker_queries
+from batchsvc.batches.tables import Batch, Model
 from batchsvc.batches.worker_queries import Place
 from batchsvc.cli.client import Client
 from batchsvc.cli.exits import ApiError
@@ -61,6 +63,7 @@ def test_both_twins_do_the_same(api: Api) -> None:
         assert http.pause_batch(batch_id, "odd")["pause_reason"] == "odd"
         assert database.resume_batch(batch_id)["pause_reason"] is None
         assert http.why(batch_id, 600)["status"] == database.why(batch_id, 600)["status"] == "validating"
+        assert http.why(batch_id, 600)["errors"] == {} and http.why(batch_id, 600)["output_s3"] is None
         assert http.stuck(600)["data"] == database.stuck(600)["data"]
         assert http.quarantine(batch_id) == database.quarantine(batch_id) == {"object": "list", "data": []}
         with pytest.raises(ApiError, match=r"Nothing of batch_.* is in quarantine"):
@@ -75,6 +78,43 @@ def test_both_twins_do_the_same(api: Api) -> None:
     assert rows["batch.paused"] == rows["claims.resumed"] == rows["model.loaded"] == key
     assert {rows["worker.undrained"], rows["claims.paused"], rows["batch.resumed"]} != {key}
     api.db.run(lambda s: worker_queries.retire(s, "host:1:a"))
+
+
+def test_tenants_read_no_names_and_no_reasons_of_others(api: Api) -> None:
+    """Whose turn a batch waits for, and why a worker is drained, is for operators: neither another project's own model
+    nor a worker is named to a tenant."""
+    project, key = api.new_project()
+    secret = "cd" * 32
+    place = Place(name="gpu-secret", models=(secret, DIGEST))
+
+    def begin(session: Session) -> None:
+        models.register(session, "ft-secret", "/s", digest=secret, context_tokens=64, project_id=project)
+        worker_queries.register(session, "host:7:a", secret, place)
+        worker_queries.beat(session, "host:7:a", secret, is_draining=False, stats={}, place=place)
+
+    api.db.run(begin)
+    file_id = upload(api).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch_id = api.call("POST", "/v1/batches", json=body).json()["id"]
+    pinned = {"status": "in_progress", "model_id": MODEL, "model_digest": DIGEST, "in_progress_ms": 1}
+    api.db.run(lambda s: s.execute(update(Batch).where(Batch.id == batch_id).values(pinned)))
+    try:
+        shown = api.call("GET", f"/v1/batches/{batch_id}")
+        assert shown.json()["waiting_for"] == "its turn: a worker serves another model now"
+        why = api.call("GET", f"/v1/admin/batches/{batch_id}/why", api.admin_key).json()["reason"]
+        assert "gpu-secret serves ft-secret now" in why
+        api.call("POST", "/v1/admin/workers/gpu-secret/drain", api.admin_key, json={"reason": "a theft"})
+        told = [shown, api.call("GET", f"/v1/batches/{batch_id}"), api.call("GET", "/v1/models")]
+        assert not [answer.text for answer in told if "secret" in answer.text or "theft" in answer.text]
+        assert "theft" not in api.call("GET", "/v1/models", key).text
+        (worker,) = api.call("GET", "/v1/admin/workers", api.admin_key).json()["data"]
+        assert worker["note"] == (
+            "The worker gpu-secret is drained (a theft): `batchsvc workers undrain gpu-secret` ends that."
+        )
+    finally:
+        api.call("POST", "/v1/admin/workers/gpu-secret/undrain", api.admin_key, json={})
+        api.db.run(lambda s: worker_queries.retire(s, "host:7:a"))
+        api.db.run(lambda s: s.execute(delete(Model).where(Model.id == "ft-secret")))
 
 
 def _audited(api: Api) -> list[dict[str, str]]:

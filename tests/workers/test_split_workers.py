@@ -194,7 +194,9 @@ def test_a_decode_worker_alone_has_no_room(
     run._units._room = 1
     assert run._units.has_room() == may_claim
     assert (run._calls.room() > 0) == may_claim
-    assert run._beat().stats["note"] == (None if may_claim else WAITS)
+    run._ordered("a theft")
+    assert run._beat().stats["note"] == (None if may_claim else WAITS), "tenants read it: an operator's reason isn't in"
+    assert "is drained (a theft): `batchsvc workers undrain " in str(run.trouble())
     run._engine.close()
     run._dispatcher.close()
 

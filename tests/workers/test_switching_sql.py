@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.audit.tables import AuditRow
-from batchsvc.batches import loading_service, models, switch_queries, waiting, worker_queries
+from batchsvc.batches import loading_service, models, stuck_queries, switch_queries, waiting, worker_queries
 from batchsvc.batches.model_switch import Seat, Why
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.tables import Batch, Model, Worker
@@ -57,6 +57,13 @@ def waits(world: World, batch_id: str) -> str | None:
     with world.db.reading() as session:
         row = session.get_one(Batch, batch_id)
         return waiting.waiting_for(row, waiting.look_around(session, [row], Night(), RENEW_S))
+
+
+def told(world: World, batch_id: str) -> str | None:
+    """What operators are told that it waits for."""
+    with world.db.reading() as session:
+        row = session.get_one(Batch, batch_id)
+        return stuck_queries.facts(session, [row], Night(), RENEW_S)[batch_id].in_turn
 
 
 def test_orders_change_what_settings_name(world: World) -> None:
@@ -119,9 +126,11 @@ def test_a_batch_says_whose_turn_it_waits_for(world: World) -> None:
     world.set_batch(batch_id, model_id="other")
     assert waits(world, batch_id) == "no worker for model other"
     start(world, "h:1:a", "one", DIGEST, OTHER)
-    assert waits(world, batch_id) == "its turn: the worker one serves tiny now, and other after it"
+    assert waits(world, batch_id) == "its turn: a worker serves another model now"
+    assert told(world, batch_id) == "its turn: the worker one serves tiny now, and other after it"
     world.db.run(lambda s: worker_queries.change_over(s, "h:1:a", OTHER))
-    assert waits(world, batch_id) == "the worker one, which loads other"
+    assert waits(world, batch_id) == "a worker, which loads other"
+    assert told(world, batch_id) == "the worker one, which loads other"
     world.db.run(lambda s: worker_queries.register(s, "h:1:a", OTHER, Place(name="one", models=(OTHER, DIGEST))))
     assert waits(world, batch_id) is None
 

@@ -1,4 +1,5 @@
-"""Row 67: the store of the rate limiter is lost in a burst. Each API process keeps the limit, and no call fails."""
+"""Row 67: the store of the rate limiter is lost in a burst. Each API process keeps the limit, and no call fails. And
+what one API process knows of a key, the other knows too."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from batchsvc.accounts import service as accounts
 from tests.faults.cluster import Cluster
 from tests.faults.own_valkey import OwnValkey
 from tests.faults.proxy import FaultProxy
@@ -91,6 +93,26 @@ def test_row_67_the_limiter_loses_its_store(
         burst = Burst(cluster, urls)
         assert burst(fresh, 50)[200] <= LIMIT + burst.refilled
     assert "Traceback" not in "".join(process.text() for process in cluster.processes)
+
+
+@pytest.mark.quick_faults
+def test_a_key_that_one_process_revokes_is_refused_by_the_other_from_its_next_call_on(cluster: Cluster) -> None:
+    urls = []
+    for _ in range(2):
+        cluster.serve()
+        urls.append(cluster.url)
+    project_id, key = cluster.add_project("leaver")
+    with cluster.db.transaction() as session:
+        key_id = accounts.list_keys(session, project_id)[0].id
+        _, admin = accounts.create_key(session, cluster.project_id, "boss", is_admin=True)
+    cluster.secrets.append(admin)
+
+    def status(method: str, url: str, secret: str) -> int:
+        return cluster.http.request(method, url, headers={"Authorization": f"Bearer {secret}"}).status_code
+
+    assert [status("GET", f"{url}/v1/models", key) for url in urls * 2] == [200] * 4, "both know it well"
+    assert status("DELETE", f"{urls[0]}/v1/admin/keys/{key_id}", admin) == 200
+    assert [status("GET", f"{url}/v1/models", key) for url in (urls[1], urls[0])] == [401, 401]
 
 
 def _is_shared(cluster: Cluster, urls: list[str]) -> bool:

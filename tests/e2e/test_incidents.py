@@ -3,6 +3,7 @@ that serves two models in turn."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+from sqlalchemy import func, select
 
+from batchsvc.batches.tables import Model
+from batchsvc.db.session import Database
+from batchsvc.money import format_dollars
 from batchsvc.stack.datadir import DataDir
 from tests.e2e.conftest import BATCHSVC, LIVENESS_S, CommandLine, line, read_lines, wait_for, write_lines
 from tests.tiny import make_tiny_model
@@ -23,7 +28,7 @@ class Ward:
 
     def __init__(self, root: Path, models: tuple[str, str], env: dict[str, str], cli: CommandLine) -> None:
         self.first, self.second = models
-        self._flags = ["--data-dir", str(root)]
+        self._root, self._flags = root, ["--data-dir", str(root)]
         self._env = env
         self._cli = cli
 
@@ -47,6 +52,14 @@ class Ward:
         done = self._cli(*arguments, *self._flags)
         assert code in (None, done.code), done.out + done.err
         return done.out + done.err
+
+    def num_measured_swaps(self) -> int:
+        """Models of which it is known how long a change to them takes."""
+        database = Database(DataDir(self._root).database_url)
+        with database.reading() as session:
+            found = session.scalar(select(func.count(Model.id)).where(Model.swap_ms > 0)) or 0
+        database.dispose()
+        return found
 
     def status(self) -> dict[str, Any]:
         """What `status --json` says."""
@@ -91,6 +104,7 @@ def test_three_incidents_by_the_readme(ward: Ward, tmp_path: Path) -> None:
     why = ward.says("batches", "why", batch)
     assert "the workers of" in why and "workers undrain engine" in why, why
     assert "workers undrain engine" in ward.says("batches", "stuck")
+    assert "The worker engine is drained: a new driver" in ward.says("status", code=None)
     looked = ward.says("doctor", code=1)
     assert "PROBLEM" in looked and "batchsvc workers undrain engine" in looked, looked
     ward.says("workers", "undrain", "engine")
@@ -98,6 +112,17 @@ def test_three_incidents_by_the_readme(ward: Ward, tmp_path: Path) -> None:
     ward.says("results", batch, "-o", tmp_path / "out.jsonl")
     answers = read_lines(tmp_path / "out.jsonl")
     assert [row["custom_id"] for row in answers] == [row["custom_id"] for row in rows], "every line has its answer"
+    assert ward.num_measured_swaps() > 0, "it is known how long it took to load one in the place of the other"
+
+    # why does this line cost that?
+    usage = answers[3]["response"]["body"]["usage"]
+    explained = ward.says("explain", batch, "r3")
+    assert format_dollars(usage["cost_nanos"]) in explained, explained
+    assert f"{usage['prompt_tokens']} in" in explained and f"{usage['completion_tokens']} out" in explained
+    line_of_batch = json.loads(ward.says("explain", batch, "r3", "--json"))
+    assert (line_of_batch["custom_id"], line_of_batch["cost_nanos"]) == ("r3", usage["cost_nanos"])
+    assert line_of_batch["arithmetic"].endswith(f"{usage['cost_nanos']} nano-dollars")
+    assert "has no line" in ward.says("explain", batch, "r99", code=None)
     assert "Every batch moves." in ward.says("batches", "stuck") and "it has ended" in ward.says(
         "batches", "why", batch
     )
@@ -107,6 +132,11 @@ def test_three_incidents_by_the_readme(ward: Ward, tmp_path: Path) -> None:
     assert "isn't in quarantine" in ward.says("quarantine", "release", batch, "--line", 4, code=1)
     assert "is the only model of" not in ward.says("models", "unload", ward.second)
     assert "is the only model of the worker engine" in ward.says("models", "unload", ward.first, code=1)
+
+    # work of a model that nobody serves any more
+    late = ward.says("submit", write_lines(tmp_path / "late.jsonl", [line(5, ward.second)])).split()[0]
+    wait_for(lambda: "A batch doesn't move: no worker serves" in ward.says("status", code=None), "status says so")
+    assert "no worker serves" in ward.says("batches", "why", late)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from batchsvc.accounts import service as accounts
+from batchsvc.accounts import administration
+from batchsvc.audit.actor import at_command_line
 from batchsvc.clock import now_ms
 from tests.faults import witness
 from tests.faults.cluster import Cluster, Job
@@ -42,7 +43,7 @@ def test_row_66_a_flood_makes_nobody_wait_beyond_his_share(cluster: Cluster, jud
     flood = cluster.submit(3_000)
     project, key = cluster.add_project("small")
     with cluster.db.transaction() as session:
-        accounts.change_project(session, project, {"weight": weight})
+        administration.change_project(session, at_command_line(), project, {"weight": weight})
     cluster.start("engine")
     cluster.until(lambda: cluster.num_done(flood) > 60, "the flood runs")
     small = submit_for(cluster, key, 100)
@@ -70,7 +71,7 @@ def test_row_66_the_panic_lane_has_a_cap(cluster: Cluster) -> None:
     cluster.until(lambda: (cluster.batch(late).latest_start_ms or now_ms() + 1) <= now_ms(), "it is late")
     project, key = cluster.add_project("patient")
     with cluster.db.transaction() as session:
-        accounts.change_project(session, project, {"weight": 1_000})
+        administration.change_project(session, at_command_line(), project, {"weight": 1_000})
     patient = submit_for(cluster, key, 400)
     cluster.wait(patient, "in_progress")
     cluster.start("engine")

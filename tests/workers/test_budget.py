@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchsvc.accounts import service as accounts
+from batchsvc.accounts import administration
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches import budget_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.billing import queries as ledger
@@ -88,7 +89,7 @@ def test_a_batch_of_a_prepaid_project_waits_for_money_and_goes_on(money: World) 
     batch_id = money.add_batch(num_lines=12, unit_lines=4, reserved_nanos=0)
     project_id = money.batch(batch_id).project_id
     with money.db.transaction() as session:
-        accounts.change_project(session, project_id, {"is_prepaid": True})
+        administration.change_project(session, at_command_line(), project_id, {"is_prepaid": True})
 
     def topup(nanos: int, key: str) -> None:
         money.db.run(lambda s: billing.post_topup(s, project_id, nanos, reason="test", key=key))
@@ -122,7 +123,7 @@ def test_a_limit_that_is_set_while_units_run_binds_them_too(money: World) -> Non
         until(lambda: money.batch(batch_id).completed > 0, "a first part")
         assert not any(unit.is_metered for unit in money.units(batch_id))
         with money.db.transaction() as session:
-            accounts.change_project(session, project_id, {"is_prepaid": True})
+            administration.change_project(session, at_command_line(), project_id, {"is_prepaid": True})
         until(lambda: not money.batch(batch_id).has_budget, "it waits for money")
         until(lambda: not any(unit.owner for unit in money.units(batch_id)), "its units are given back")
         assert money.batch(batch_id).completed < 40

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
+from batchsvc.accounts import administration
 from batchsvc.accounts import service as accounts
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches import budget_queries, finalize_queries, plan_queries, service, unit_queries
 from batchsvc.batches.budget_queries import Grant, Verdict
 from batchsvc.batches.lifecycle import Status
@@ -38,7 +40,7 @@ class Treasury:
         self._keys = itertools.count(1)
 
     def limit(self, **changes: Any) -> None:
-        self.db.run(lambda s: accounts.change_project(s, self.project_id, changes))
+        self.db.run(lambda s: administration.change_project(s, at_command_line(), self.project_id, changes))
 
     def topup(self, nanos: int) -> None:
         key = f"k{next(self._keys)}"

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchsvc.accounts import administration
 from batchsvc.accounts import service as accounts
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches import plan_queries, quota_queries, service, unit_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.quota import Waiting, admitted
@@ -64,7 +66,9 @@ class Office:
         self._number = 0
 
     def set_quota(self, tokens: int | None) -> None:
-        self.db.run(lambda s: accounts.change_project(s, self.project_id, {"quota_tokens": tokens}))
+        self.db.run(
+            lambda s: administration.change_project(s, at_command_line(), self.project_id, {"quota_tokens": tokens})
+        )
 
     def add(self, **values: Any) -> str:
         """A batch whose planning has just begun, younger than all before it."""

@@ -9,7 +9,8 @@ import pytest
 from alembic import command
 from sqlalchemy import select, text
 
-from batchsvc.accounts import service as accounts
+from batchsvc.accounts import administration
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.reconcile_ledger import compare_books
 from batchsvc.batches.reconcile_queries import Reader
@@ -61,7 +62,7 @@ def room(books: Books) -> int | None:
 
 def limit(books: Books, **changes: object) -> None:
     with books.db.transaction() as session:
-        accounts.change_project(session, books.project, changes)
+        administration.change_project(session, at_command_line(), books.project, changes)
 
 
 def num_differences(books: Books) -> int:

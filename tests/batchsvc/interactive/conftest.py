@@ -18,7 +18,9 @@ import redis
 import structlog
 from sqlalchemy import func, select
 
+from batchsvc.accounts import administration
 from batchsvc.accounts import service as accounts
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches import models
 from batchsvc.billing import service as billing
 from batchsvc.billing.tables import CallHold, LedgerEntry, LedgerTransaction, UsageRow
@@ -132,7 +134,7 @@ class Place:
         """Another tenant: its id and its key."""
         with self.db.transaction() as session:
             project_id = accounts.create_project(session, f"p{time.monotonic_ns()}").id
-            accounts.change_project(session, project_id, changes)
+            administration.change_project(session, at_command_line(), project_id, changes)
             return project_id, accounts.create_key(session, project_id, "test")[1]
 
     def num_used(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchsvc.accounts import service as accounts
+from batchsvc.accounts import administration
+from batchsvc.audit.actor import at_command_line
 from batchsvc.batches.estimate import Habits
 from batchsvc.batches.offpeak import Night
 from batchsvc.billing import service as billing
@@ -20,7 +21,7 @@ def note(hooks: Hooks) -> int:
 
 
 def limit(hooks: Hooks, **changes: object) -> None:
-    hooks.db.run(lambda session: accounts.change_project(session, hooks.project_id, changes))
+    hooks.db.run(lambda session: administration.change_project(session, at_command_line(), hooks.project_id, changes))
 
 
 def charge(hooks: Hooks, month_nanos: int, *, available_nanos: int = 0, months_ago: int = 0) -> None:

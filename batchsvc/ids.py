@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 
+from batchsvc.clock import now_ns
+
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -73,7 +75,8 @@ def store_id() -> str:
 
 
 def audit_id() -> str:
-    return "audit_log-" + random_text(24)
+    """Ids sort as they were made, for rows of one millisecond; hexadecimal does so in every collation."""
+    return f"audit_log-{now_ns():016x}{random_text(8)}"
 
 
 def service_account_id() -> str:

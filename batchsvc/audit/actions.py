@@ -51,8 +51,6 @@ class Action(StrEnum):
     # content and its keeping
     RESOURCE_DELETED = "resource.deleted"  # a file or a batch whose content was deleted on request
     RETENTION_UPDATED = "retention.updated"
-    GARBAGE_HELD = "garbage.held"
-    GARBAGE_RELEASED = "garbage.released"
     BACKUP_CREATED = "backup.created"
     BACKUP_RESTORED = "backup.restored"
     DATABASE_UPGRADED = "database.upgraded"

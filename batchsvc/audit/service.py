@@ -11,7 +11,7 @@ Call `record` beside the change, with the session that makes it; if that is roll
 
 `caller.actor` is what `CallerDep` and `AdminDep` bring. `details` says what changed by ids, counts and settings: flat,
 of JSON's scalars and short lists of them. Never prompts, custom ids, answers or secrets: the caller leaves them out,
-and a text that holds an API key is refused here.
+and a text that holds an API key, a signing secret or a database's password is refused here.
 
 What it doesn't do: tell of reads, and of what a project does with its own files and batches.
 """
@@ -29,6 +29,7 @@ from batchsvc.audit.actions import Action
 from batchsvc.audit.actor import Actor
 from batchsvc.audit.tables import AuditRow
 from batchsvc.db.session import database_now_ms
+from batchsvc.errors import InvalidRequestError
 
 Scalar: TypeAlias = str | int | float | bool | None
 Details: TypeAlias = Mapping[str, Scalar | Sequence[Scalar]]
@@ -48,7 +49,8 @@ def record(
 ) -> None:
     """Note that `actor` did `action` to `target_id`, which belongs to `project_id` if to any, in this transaction.
 
-    Texts are cut at 255 characters, lists at 32 items.
+    Texts are cut at 255 characters, lists at 32 items. Raises InvalidRequestError for a text that holds a secret, which
+    takes the change back with it.
     """
     row = AuditRow(
         id=ids.audit_id(),
@@ -58,22 +60,29 @@ def record(
         actor_project_id=actor.project_id,
         address=actor.address,
         project_id=project_id,
-        target_id=target_id[:_TEXT_CHARS],
-        details={name: _short(value) for name, value in (details or {}).items()},
+        target_id=_text("target_id", target_id),
+        details={name: _short(name, value) for name, value in (details or {}).items()},
         effective_ms=database_now_ms(session),
     )
     session.add(row)
     session.flush()
 
 
-def _short(value: Scalar | Sequence[Scalar]) -> Scalar | list[Scalar]:
+def _short(name: str, value: Scalar | Sequence[Scalar]) -> Scalar | list[Scalar]:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_cut(one) for one in value[:_ITEMS]]
-    return _cut(value)
+        return [_cut(name, one) for one in value[:_ITEMS]]
+    return _cut(name, value)
 
 
-def _cut(value: Scalar) -> Scalar:
-    if not isinstance(value, str):
-        return value
-    assert not _SECRET.search(value), "an audit row must not hold a secret"
+def _cut(name: str, value: Scalar) -> Scalar:
+    return _text(name, value) if isinstance(value, str) else value
+
+
+def _text(name: str, value: str) -> str:
+    if _SECRET.search(value):
+        raise InvalidRequestError(
+            f"{name} holds a secret, which the audit log would keep for ever: leave the secret out.",
+            code="secret_in_audit_log",
+            param=name,
+        )
     return value[:_TEXT_CHARS]

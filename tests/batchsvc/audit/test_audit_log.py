@@ -11,6 +11,7 @@ from batchsvc.audit.actor import Actor, ActorKind, at_command_line, service
 from batchsvc.audit.service import record
 from batchsvc.audit.tables import AuditRow
 from batchsvc.db.session import Database
+from batchsvc.errors import InvalidRequestError
 
 KEY = Actor(kind=ActorKind.API_KEY, id="abcd1234", project_id="proj_1", address="192.0.2.7")
 
@@ -80,5 +81,24 @@ def test_nothing_changes_deletes_or_replaces_a_row(db: Database) -> None:
     "secret", ["sk_abcdefgh_" + "a" * 49, "whsec_MTIz", "postgresql://batchsvc:password@127.0.0.1/batchsvc"]
 )
 def test_a_secret_is_refused(db: Database, secret: str) -> None:
-    with pytest.raises(AssertionError, match="secret"), db.transaction() as session:
-        record(session, KEY, Action.KEY_CREATED, "abcd1234", details={"note": f"made {secret}"})
+    for field, target, details in (
+        ("note", "abcd1234", {"note": f"made {secret}"}),
+        ("notes", "abcd1234", {"notes": ["made", secret]}),
+        ("target_id", secret, {}),
+    ):
+        with (
+            pytest.raises(InvalidRequestError, match=f"^{field} holds a secret") as caught,
+            db.transaction() as session,
+        ):
+            record(session, KEY, Action.KEY_CREATED, target, details=details)
+        assert caught.value.param == field and secret not in caught.value.message
+
+
+def test_rows_of_one_millisecond_stay_in_their_order(db: Database) -> None:
+    with db.transaction() as session:
+        for num in range(20):
+            record(session, KEY, Action.KEY_UPDATED, f"key{num}")
+        session.flush()
+    with db.reading() as session:
+        found = [row.target_id for row in session.scalars(select(AuditRow).order_by(AuditRow.id))]
+    assert found == [f"key{num}" for num in range(20)]

@@ -5,7 +5,8 @@ The key stands in `Authorization: Bearer KEY`, or in `x-api-key`, where Anthropi
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
@@ -27,8 +28,15 @@ def require_caller(request: Request, context: ContextDep) -> Caller:
         )
     with context.db.reading() as session:
         found = service.caller(session, secret.strip(), request.client.host if request.client else None)
-    request.state.headers = _door(request).admit(found, request.method, request.url.path)
+    request.state.headers = _door(request).admit(found, request.method, path_of(request.scope))
     return found
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path that a call is routed by, below the prefix of a proxy. Not `request.url.path`: that is parsed from an
+    address which begins with the header Host, so a caller could say what scopes are checked on."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path") or "")
+    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
 
 
 def _door(request: Request) -> Door:

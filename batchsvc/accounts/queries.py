@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sqlalchemy import delete, literal_column, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -18,6 +19,13 @@ from batchsvc.db.session import database_now_sql
 def project(session: Session, project_id: str) -> Project | None:
     """One project by its id."""
     return session.get(Project, project_id)
+
+
+def add_project(session: Session, project_id: str, name: str, salt: str, created_ms: int) -> None:
+    """Add a project of this id, unless there is one; waits for another who is just about to."""
+    insert = sqlite.insert(Project) if session.get_bind().dialect.name == "sqlite" else postgresql.insert(Project)
+    row = {"id": project_id, "name": name, "salt": salt, "created_ms": created_ms}
+    session.execute(insert.values(row).on_conflict_do_nothing(index_elements=("id",)))
 
 
 def projects(session: Session) -> list[Project]:

@@ -53,11 +53,8 @@ def test_twin(session: Session, project_id: str) -> Project:
     if found is not None:
         return found
     live = existing_project(session, project_id)
-    name, salt = f"{live.name[: _NAME_CHARS - 7]} (test)", ids.random_text(32)
-    twin = Project(id=twin_id, name=name, salt=salt, weight=1, created_ms=now_ms())
-    session.add(twin)
-    session.flush()
-    return twin
+    queries.add_project(session, twin_id, f"{live.name[: _NAME_CHARS - 7]} (test)", ids.random_text(32), now_ms())
+    return existing_project(session, twin_id)
 
 
 def has_test_project(session: Session) -> bool:

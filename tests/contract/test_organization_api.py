@@ -156,6 +156,16 @@ def test_a_key_is_restricted_expires_and_is_deleted(api: Api, admin: openai.Open
 
 
 @on_sqlite
+@pytest.mark.parametrize("host", ["x/v1/files?", "x/v1/files#", "[", "x:y"])
+def test_scopes_are_checked_on_the_path_alone(api: Api, host: str) -> None:
+    with api.db.transaction() as session:
+        row, text = accounts.create_key(session, api.project_id, "restricted")
+        row.scopes = ["api.files.read"]
+    assert api.call("GET", "/v1/files", text, headers={"Host": host}).status_code == 200
+    assert api.call("GET", "/v1/batches", text, headers={"Host": host}).status_code == 403
+
+
+@on_sqlite
 def test_keys_of_another_project_and_admin_keys_are_not_found_there(api: Api, admin: openai.OpenAI) -> None:
     keys_api = admin.admin.organization.projects.api_keys
     other, _ = api.new_project()

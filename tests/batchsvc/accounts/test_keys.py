@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.orm import Session
+from starlette._utils import get_route_path
 
-from batchsvc.accounts import keys, service
+from batchsvc.accounts import keys, queries, service
+from batchsvc.accounts.caller import path_of
+from batchsvc.accounts.tables import Project
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError
@@ -31,6 +35,42 @@ def test_a_changed_character_is_noticed(position: int, other: str) -> None:
 @given(st.text())
 def test_any_text_is_taken_apart_without_an_error(text: str) -> None:
     assert keys.id_of(text) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix", "seen"),
+    [
+        ("/v1/files", "", "/v1/files"),
+        ("/batch/v1/files", "/batch", "/v1/files"),
+        ("/v1/files", "/batch", "/v1/files"),  # a proxy that cuts its prefix off
+        ("/v1/files/a", "/v1/file", "/v1/files/a"),
+        ("/v1/files?x#y", "", "/v1/files?x#y"),
+    ],
+)
+def test_scopes_see_the_path_that_a_call_is_routed_by(path: str, prefix: str, seen: str) -> None:
+    scope = {"type": "http", "path": path, "root_path": prefix, "headers": [(b"host", b"x/v1/batches?")]}
+    assert path_of(scope) == get_route_path(scope) == seen
+
+
+def test_a_twin_that_another_makes_at_the_same_moment_is_found(
+    migrated_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(migrated_url)
+    with database.transaction() as session:
+        project_id = service.create_project(session, "acme").id
+        twin_id, salt = (twin := service.test_twin(session, project_id)).id, twin.salt
+        assert (twin.name, twin.weight, twin.is_prepaid) == ("acme (test)", 1, False)
+    look, looked = queries.project, []
+
+    def blind(session: Session, wanted: str) -> Project | None:
+        looked.append(wanted)
+        return None if len(looked) == 1 else look(session, wanted)
+
+    monkeypatch.setattr(queries, "project", blind)
+    with database.transaction() as session:
+        assert service.test_twin(session, project_id).salt == salt
+    assert looked[0] == twin_id
+    database.dispose()
 
 
 def test_life_of_a_key(database_url: str) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from sqlalchemy.orm import Session
 
-from batchsvc.accounts import administration, key_administration, service
+from batchsvc.accounts import administration, key_administration
 from batchsvc.accounts.tables import ApiKey, Project, ServiceAccount
 from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.db.session import Database
@@ -78,10 +78,10 @@ def test_what_another_has_changed_meanwhile_counts(
         known = made(session)
     with db.transaction() as other:
         meanwhile(other, known)
-    with pytest.raises(error), db.transaction() as session:
-        for row in known:
-            session.add(row)  # read before the other change: the session has it as it was
-        change(session, known)
+    with db.transaction() as session:
+        session.add_all(known)  # read before the other change: the session has them as they were
+        with pytest.raises(error):
+            change(session, known)
 
 
 @pytest.mark.parametrize("migrated_url", ["postgresql"], indirect=True)  # on SQLite writers are one by one

@@ -25,7 +25,8 @@ from workers.generated import Generated, joined
 
 # codes of requests that no engine could run
 OWN_FAULT = {"context_length_exceeded", "invalid_value", "grammar_not_usable"}
-_SAME_AGAIN = OWN_FAULT | {"kv_capacity_exceeded"}  # codes that another attempt would only repeat
+_NEVER_RAN = {budget_queries.CODE}  # only the engine of test mode ends a request so
+_SAME_AGAIN = OWN_FAULT | _NEVER_RAN | {"kv_capacity_exceeded", "poison"}  # that another attempt would only repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ def to_lines(
     if completion.finish_reason is FinishReason.ERROR:
         code = completion.error_code or "engine_error"
         says = completion.error_message or "The engine could not run this request."
-        return to_errors(unit, open_row, code=code, message=says, status=400 if code in OWN_FAULT else 500)
+        status = None if code in _NEVER_RAN else 400 if code in OWN_FAULT else 500
+        return to_errors(unit, open_row, code=code, message=says, status=status)
     row = open_row.row
     return [
         FinishedLine(

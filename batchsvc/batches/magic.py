@@ -1,7 +1,7 @@
 """Magic prompts of test mode: what a line of a test key asks to happen to it, in the first line of its prompt.
 
     test:slow SECONDS    answered after so long
-    test:fail CODE       an error line with this code, as an engine gives it
+    test:fail CODE       an error line with this code, as an engine or what guards it gives it; of a call, its error
     test:flaky N         fails N times first, and is then answered: 3 is an error line
     test:expire          never answered; its batch expires some seconds after it began
     test:refuse CODE     refused for its parameters: an error line with status 400 that never ran
@@ -26,7 +26,7 @@ PARAM = "magic"
 """Where a unit row's parameters say what an engine of test mode has to do."""
 MOST_SLOW_S = 3_600.0
 EXPIRES_IN_S = 5.0
-FAIL_CODES = (
+_ENGINE_CODES = (
     "engine_error",
     "invalid_logits",
     "kv_capacity_exceeded",
@@ -34,6 +34,11 @@ FAIL_CODES = (
     "grammar_not_usable",
     "invalid_value",
 )
+LINE_CODES = (*_ENGINE_CODES, "budget_exceeded", "poison")
+"""What `test:fail` knows in a batch: how a line can end there that has a plan."""
+CALL_CODES = (*_ENGINE_CODES, "too_many_calls", "no_worker", "worker_lost")
+"""What `test:fail` knows in a call."""
+FAIL_CODES = tuple(dict.fromkeys(LINE_CODES + CALL_CODES))
 _SPELL = re.compile(r"\s*test:(slow|fail|flaky|expire|refuse|invalid)(?:[ \t]+(\S{1,64}))?[ \t]*(?:\n|\Z)")
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _AT_ENGINE = ("slow", "fail", "flaky", "expire")
@@ -81,12 +86,15 @@ def prompt_of(body: dict[str, Any]) -> str:
     return _text_of(body.get("prompt") or body.get("input"))
 
 
-def params_of(body: dict[str, Any]) -> dict[str, Any]:
-    """What a line's parameters get in addition. Raises RequestError for a line that asks to be refused."""
+def params_of(body: dict[str, Any], codes: tuple[str, ...] = LINE_CODES) -> dict[str, Any]:
+    """What a line's parameters get in addition; `codes` are those by which it can fail. Raises RequestError for a line
+    that asks to be refused."""
     text = prompt_of(body)
     magic = parse(text)
     if magic is None:
         return {}
+    if magic.verb == "fail" and magic.code not in codes:
+        raise _wrong(f"test:fail knows {', '.join(codes)} here, not {magic.code!r}.")
     if magic.verb == "refuse":
         raise RequestError("A prompt of test mode asked for this refusal.", code=magic.code, param="messages")
     if magic.verb not in _AT_ENGINE:

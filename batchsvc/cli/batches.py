@@ -74,7 +74,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     units, share = row["units"], row["progress"]["share"]
     counts = ", ".join(f"{count} {name}" for name, count in units.items() if count)
     ends = row["estimated_completion_at"]
-    errors = row.get("errors")  # the database alone doesn't have them
+    errors = row["errors"]
     late = "probably too late" if row["at_risk"] else "in time, as far as is known"
     return {
         "Batch": f"{row['id']} of {row['project_id']}, model {row['model'] or 'not known yet'}",

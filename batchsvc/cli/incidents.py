@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
 
 from batchsvc.cli.admin import opened_way
+from batchsvc.stack.options import StackOptions, read_state
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from batchsvc.cli.client import Client
     from batchsvc.cli.options import AdminOptions
     from batchsvc.db.session import Database
+    from batchsvc.store.s3 import ObjectStore
 
 _RENEW_S = 5.0  # the setting's default: after three times as long, a silent worker counts as gone
 
@@ -49,7 +51,11 @@ class Incidents(Protocol):
 def opened(server: AdminOptions) -> AbstractContextManager[Incidents]:
     """The way to the service that the flags and the environment name."""
     by_http: Callable[[Client], Incidents] = HttpIncidents
-    return opened_way(by_http, DatabaseIncidents, server)
+
+    def by_database(database: Database) -> Incidents:
+        return DatabaseIncidents(database, lambda: _store(server))
+
+    return opened_way(by_http, by_database, server)
 
 
 class HttpIncidents:
@@ -106,10 +112,10 @@ class HttpIncidents:
 
 
 class DatabaseIncidents:
-    """The service's own database."""
+    """The service's own database; `store` opens its object store, or gives None where that doesn't run."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, store: Callable[[], ObjectStore | None] = lambda: None) -> None:
+        self._database, self._store = database, store
 
     def workers(self) -> dict[str, Any]:
         from batchsvc.batches import worker_service
@@ -150,11 +156,13 @@ class DatabaseIncidents:
             return incident_service.stuck_batches(session, _night(), _RENEW_S, quiet_s)
 
     def why(self, batch_id: str, quiet_s: float) -> dict[str, Any]:
-        from batchsvc.batches import incident_service
+        from batchsvc.batches import error_codes, incident_service
         from batchsvc.batches.estimate import Habits
 
         with self._database.reading() as session:
-            return incident_service.why(session, batch_id, _night(), Habits(), _RENEW_S, quiet_s)
+            shown = incident_service.why(session, batch_id, _night(), Habits(), _RENEW_S, quiet_s)
+        store = self._store()
+        return shown | {"errors": error_codes.counted(self._database, store, batch_id) if store else {}}
 
     def pause_batch(self, batch_id: str, reason: str | None) -> dict[str, Any]:
         from batchsvc.batches import incident_service, service
@@ -205,6 +213,21 @@ class DatabaseIncidents:
 
         actor = at_command_line()
         return self._database.run(lambda session: act(session, actor))
+
+
+def _store(server: AdminOptions) -> ObjectStore | None:
+    from batchsvc.settings import Settings
+    from batchsvc.store.s3 import ObjectStore
+
+    if server.from_env:
+        return ObjectStore(Settings.from_env())
+    directory = server.target.directory
+    if directory is None or read_state(directory) is None:
+        return None
+    from batchsvc.stack.children import Secrets, service_env
+
+    options, ports = StackOptions(root=directory.root), directory.read_json("ports.json")
+    return ObjectStore(Settings.from_env(service_env(directory, options, ports, Secrets.of(directory))))
 
 
 def _night() -> Night:

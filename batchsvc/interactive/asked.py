@@ -12,13 +12,18 @@ from typing import Any
 from batchsvc.batches import endpoints, magic
 from batchsvc.batches.body_values import wrong
 from batchsvc.batches.line_prompt import Fitting, tokenized
-from batchsvc.errors import InvalidRequestError
+from batchsvc.errors import InvalidRequestError, OverloadedError, UnavailableError
 from batchsvc.files.request_object import request_object
 from engine.errors import RequestError
 from engine.text import TextModel
 
 MOST_LOGPROBS = 200_000
 """Of all answers of a call: tenths of a second of a process, and tens of megabytes."""
+_OF_NO_ENGINE: dict[str, type[OverloadedError | UnavailableError]] = {
+    "too_many_calls": OverloadedError,
+    "no_worker": UnavailableError,
+    "worker_lost": UnavailableError,
+}  # what the API process says of a call, without a word from an engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +84,16 @@ def ask(endpoint: str, body: Body, text: TextModel, *, default_max_tokens: int) 
 
 
 def with_magic(asked: Asked, body: Body) -> Asked:
-    """The same of a test key, with what its prompt asks of the engine of test mode. Raises InvalidRequestError."""
+    """The same of a test key, with what its prompt asks of the engine of test mode. Raises InvalidRequestError, and
+    the errors of a call that no worker takes or ends, if it asks for one."""
     try:
-        return replace(asked, params=asked.params | magic.params_of(body.rest))
+        params = magic.params_of(body.rest, magic.CALL_CODES)
     except RequestError as error:
         raise refused(error) from error
+    spell = magic.parse(params.get(magic.PARAM, ""))
+    if spell is not None and spell.code in _OF_NO_ENGINE:
+        raise _OF_NO_ENGINE[spell.code]("A prompt of test mode asked for this error.", code=spell.code)
+    return replace(asked, params=asked.params | params)
 
 
 def _refuse_many_logprobs(asked: Asked, top: int) -> None:

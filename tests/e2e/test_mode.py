@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from batchsvc.batches.magic import CALL_CODES, FAIL_CODES, LINE_CODES
 from batchsvc.db.session import Database
 from batchsvc.stack.options import read_state
 from tests.e2e.conftest import CommandLine, Stack, line, wait_for
@@ -132,14 +134,20 @@ def test_usage_of_tests_is_shown_to_test_keys_alone(
     assert reconciled.code == 0, reconciled.err
 
 
-def test_magic_prompts_do_what_the_table_says(clients: tuple[Client, Client], stack: Stack) -> None:
+def test_magic_prompts_do_what_the_table_says(clients: tuple[Client, Client], stack: Stack, cli: CommandLine) -> None:
     test, live = clients
-    spells = {
-        "test:fail invalid_logits": ("invalid_logits", 500),
-        "test:fail context_length_exceeded": ("context_length_exceeded", 400),
+    statuses = {
+        "context_length_exceeded": 400,
+        "grammar_not_usable": 400,
+        "invalid_value": 400,
+        "budget_exceeded": None,
+    }
+    spells = {f"test:fail {code}": (code, statuses.get(code, 500)) for code in LINE_CODES}
+    spells |= {
         "test:flaky 3": ("engine_error", 500),
         "test:refuse unsupported_parameter": ("unsupported_parameter", 400),
         "test:fail nonsense": ("invalid_value", 400),
+        "test:fail no_worker": ("invalid_value", 400),  # which calls alone know
     }
     answered = ["test:slow 1", "test:flaky 1", "Hello."]
     rows = [magic(number, stack.model, text) for number, text in enumerate([*spells, *answered])]
@@ -148,9 +156,20 @@ def test_magic_prompts_do_what_the_table_says(clients: tuple[Client, Client], st
     found = {}
     for number, text in enumerate(spells):
         row = errors.pop(f"r{number}")
-        found[text] = (row["error"] or row["response"]["body"]["error"])["code"], row["response"]["status_code"]
+        response = row["response"]
+        found[text] = (
+            ((row["error"] or {}).get("code"), None)
+            if response is None
+            else (response["body"]["error"]["code"], response["status_code"])
+        )
     assert found == spells
     assert not errors
+    assert (batch.to_dict()["lines_over_budget"], batch.request_counts.failed) == (1, len(spells))
+    reconciled = cli("reconcile", "--batch", batch.id, *stack.flags)
+    assert reconciled.code == 0, reconciled.err
+    why = cli("batches", "why", batch.id, "--json", *stack.flags).json
+    assert why["errors"] == Counter(code for code, _ in spells.values()), "an operator sees the codes"
+    assert "1 poison" in cli("batches", "why", batch.id, *stack.flags).out
     assert len(rows_of(test, batch.output_file_id)) == len(answered)
     # to a live key these are prompts like any other
     plain = run(live, [magic(1, stack.model, "test:fail invalid_logits")])
@@ -185,7 +204,14 @@ def test_calls_of_a_test_key_are_answered_and_can_be_told_to_fail(clients: tuple
     assert call("Hello.")().choices[0].message.content
     with pytest.raises(openai.BadRequestError):
         call("test:refuse unsupported_value")()
-    with pytest.raises(openai.APIStatusError):
-        test.with_options(max_retries=0).chat.completions.create(
-            model=stack.model, messages=[{"role": "user", "content": "test:fail invalid_logits"}], max_tokens=4
-        )
+    at_once = test.with_options(max_retries=0)
+    statuses = {"too_many_calls": 429, "no_worker": 503, "worker_lost": 503, "budget_exceeded": 400, "poison": 400}
+    statuses |= {"context_length_exceeded": 400, "grammar_not_usable": 400, "invalid_value": 400}
+    for code in FAIL_CODES:
+        text = f"test:fail {code}"
+        with pytest.raises(openai.APIStatusError) as failed:
+            at_once.chat.completions.create(model=stack.model, messages=[{"role": "user", "content": text}])
+        assert failed.value.status_code == statuses.get(code, 500), code
+        assert failed.value.code == (code if code in CALL_CODES else "invalid_value")
+        if statuses.get(code) in (429, 503):
+            assert int(failed.value.response.headers["retry-after"]) > 0

@@ -53,6 +53,17 @@ def test_no_text_breaks_it(text: str) -> None:
         assert text.lstrip().startswith("test:")
 
 
+def test_a_line_and_a_call_fail_each_by_its_own_codes() -> None:
+    for code in FAIL_CODES:
+        body = {"messages": [{"role": "user", "content": f"test:fail {code}"}]}
+        for codes in (magic.LINE_CODES, magic.CALL_CODES):
+            if code in codes:
+                assert magic.params_of(body, codes) == {"magic": f"test:fail {code}"}
+            else:
+                with pytest.raises(RequestError, match=f"here, not '{code}'"):
+                    magic.params_of(body, codes)
+
+
 SPELL = "test:expire"
 
 

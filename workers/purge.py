@@ -2,7 +2,8 @@
 
 Each purge (files/purge_queries.py) is done twice: soon after the deletion, and once more when nobody who didn't notice
 can write any more. Every step may be repeated: a collector that is killed leaves a purge that another one takes again.
-While somebody holds the collection of garbage, purges wait.
+While somebody holds the collection of garbage, purges wait. A round ends when the store doesn't answer, which takes a
+minute to find out: the purges of that round that weren't begun are due again at once.
 
 On SQLite, what a row held would still stand in the write-ahead log; after a round of purges it is written back and cut
 off. (`secure_delete`, which db/session.py sets, fills freed bytes in the file itself with zeros.)
@@ -18,11 +19,12 @@ from sqlalchemy.exc import DBAPIError
 from batchsvc import failpoints, logs
 from batchsvc.batches import collection_queries, wipe_queries
 from batchsvc.db.session import Database
-from batchsvc.errors import ServiceError
+from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.files import purge_queries
 from batchsvc.files.purge_queries import DuePurge
 from batchsvc.files.retention import Policy
 from batchsvc.settings import Settings
+from batchsvc.store.s3 import OBJECTS_KEPT
 from workers.garbage import Collector
 
 _AT_ONCE = 50
@@ -30,8 +32,13 @@ _AT_ONCE = 50
 log = structlog.get_logger(__name__)
 
 
+class _AwayError(Exception):
+    """The store doesn't answer, or does nothing now."""
+
+
 class Purger:
-    """The purges of one control process; several at once do no harm. `is_stopping` ends a round."""
+    """The purges of one control process; several at once do no harm. `is_stopping` ends a round; `is_behind` says that
+    the last one has left something that is due."""
 
     def __init__(
         self,
@@ -45,14 +52,27 @@ class Purger:
         self._collector = collector
         self._is_stopping = is_stopping
         self._is_log_clean = True
+        self.is_behind = False
 
     def purge_due(self) -> int:
         """Wipe what is due, a bounded number at once. Returns how many things were wiped."""
+        self.is_behind = False
         with self._db.reading() as session:
             if collection_queries.holds(session):
                 return 0
         due = self._db.run(lambda session: purge_queries.take(session, self._policy, _AT_ONCE))
-        wiped = sum(self._purge(purge) for purge in due if not self._is_stopping())
+        wiped, left = 0, list(due)
+        is_away = False
+        while left and not is_away and not self._is_stopping():
+            try:
+                wiped += self._purge(left.pop(0))
+            except _AwayError:
+                is_away = True
+        if left:
+            self._db.run(lambda session: purge_queries.give_back(session, left))
+        if due and not is_away:
+            with self._db.reading() as session:
+                self.is_behind = purge_queries.is_due(session)
         if wiped or not self._is_log_clean:
             self._is_log_clean = self._db.truncate_log()
         return wiped
@@ -78,6 +98,8 @@ class Purger:
         except (ServiceError, DBAPIError, OSError) as error:
             log.warning("purge.failed", kind=purge.kind, subject=purge.subject_id, **logs.where(error))
             self._db.run(lambda session: purge_queries.note_failure(session, purge))
+            if isinstance(error, UnavailableError) and error.code != OBJECTS_KEPT:
+                raise _AwayError from error
             return False
         if purge.is_last:
             log.info("purge.done", kind=purge.kind, subject=purge.subject_id)

@@ -15,8 +15,8 @@ Each step is a short transaction that is right to repeat and right to run in sev
     tickets     a model's queue is as long as it has claimable units
     senders     the threads of webhooks and exports are woken, which send what is due
     money       now and then a batch that has ended is added up again, by code of its own
-    purges      what was deleted is wiped out of every store
-    leftovers   dead workers, stored answers, files past their life, objects that nobody refers to
+    leftovers   dead workers, stored answers, files past their life
+    sweeper     the thread is woken that deletes in the store, and what should have been wiped by now is told of
 
 If Redis doesn't answer, or takes no messages, planning and finalizing are done here, one after the other: slower, but
 done.
@@ -65,8 +65,7 @@ from batchsvc.files import upload_service as uploads
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from workers import poison
-from workers.garbage import Collector
-from workers.purge import Purger
+from workers.sweeper import Sweeper
 from workers.thread import WorkThread
 
 _TICKETS_AT_ONCE = 1_000
@@ -109,8 +108,6 @@ class Reaper:
         self._traces = BatchTraces(db)
         self._condemn = poison.Condemner(db, store).condemn
         self._owner = f"{socket.gethostname()}:reaper:{uuid.uuid4().hex}"
-        self._audit_period_s = settings.garbage_grace_s / 4
-        self._next_audit_s = monotonic_s() + self._audit_period_s
         self._next_sample_s = monotonic_s() + settings.reconcile_s
         self._unsure_until_s = 0.0
         self.ticked_s = monotonic_s()  # when its last tick ended, or it was made
@@ -118,17 +115,18 @@ class Reaper:
         self._finalize_hints: Counter[str] = Counter()
         self._quote_hints: Counter[str] = Counter()
         self._stopped = threading.Event()
-        self._garbage_collector = Collector(settings, db, store, self._stopped.is_set)
-        self._purger = Purger(settings, db, self._garbage_collector, self._stopped.is_set)
+        self._sweeper = Sweeper(settings, db, store)
         self._num_overdue = 0
         self._thread = WorkThread("reaper", self._run, self._crashed)
 
     def start(self) -> None:
+        self._sweeper.start()
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+        self._sweeper.stop()
 
     def tick(self) -> None:
         """All repairs once. A step that fails is logged, and the others still run."""
@@ -149,9 +147,7 @@ class Reaper:
             self._workers,
             self._files,
             self._uploads,
-            self._garbage,
             self._purges,
-            self._audit_now_and_then,
             self._reconcile_now_and_then,
             self._tally,
         )
@@ -165,9 +161,13 @@ class Reaper:
                 counters.REAPER_STEP_FAILURES.inc()
                 log.warning("reaper.failed", step=step.__name__.strip("_"), **logs.where(error))
 
+    def sweep(self) -> None:
+        """What the sweeper does when it is woken, here and now."""
+        self._sweeper.sweep()
+
     def audit(self) -> int:
         """Delete old objects that nobody refers to; see garbage.py."""
-        return self._garbage_collector.audit()
+        return self._sweeper.audit()
 
     def reconcile(self, period_s: float = 0) -> None:
         """Add up a batch that ended lately, if for `period_s` nobody has done so."""
@@ -328,6 +328,7 @@ class Reaper:
         self._db.run(
             lambda session: files.expire(
                 session,
+                is_read=queries.is_read(lifecycle.TERMINAL),
                 live_batch_of=lambda inner, file_id: queries.live_batch_of(inner, file_id, lifecycle.TERMINAL),
                 discard=lambda inner, key: garbage_queries.discard(inner, [key]),
             )
@@ -340,23 +341,13 @@ class Reaper:
             )
         )
 
-    def _garbage(self) -> None:
-        self._garbage_collector.delete_due()
-
     def _purges(self) -> None:
-        self._purger.purge_due()
-        if (overdue := self._purger.num_overdue()) != self._num_overdue:
+        self._sweeper.wake()
+        if (overdue := self._sweeper.num_overdue()) != self._num_overdue:
             self._num_overdue = overdue
             log.error("purges.overdue", purges=overdue)
         if overdue:  # tick after tick, so that whoever watches the steps of the reaper is told
             raise UnavailableError(f"{overdue} deletions should have been wiped by now.", code="purges_overdue")
-
-    def _audit_now_and_then(self) -> None:
-        if monotonic_s() >= self._next_audit_s:
-            self._next_audit_s = monotonic_s() + self._audit_period_s
-            self._purger.adopt()
-            if deleted := self.audit():
-                log.info("store.audited", deleted=deleted)
 
     def _tally(self) -> None:
         """Last: a tick that got to its end is what an operator wants to hear of."""

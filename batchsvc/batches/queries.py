@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy import Select, exists, func, or_, select, update
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import ColumnElement
 
 from batchsvc.batches.tables import Batch, Garbage, Model, Worker
 from batchsvc.db.keyset import Cursor, page
+from batchsvc.files.tables import File
 
 
 def model(session: Session, name: str) -> Model | None:
@@ -53,7 +55,10 @@ def cursor(session: Session, project_id: str, batch_id: str) -> Cursor | None:
 def batches_like(session: Session, api_key_id: str, input_file_id: str, since_ms: int) -> list[Batch]:
     """Batches that a key has made of a file since then, newest first: candidates for a repeated create."""
     wanted = select(Batch).where(
-        Batch.input_file_id == input_file_id, Batch.api_key_id == api_key_id, Batch.created_ms >= since_ms
+        Batch.input_file_id == input_file_id,
+        Batch.api_key_id == api_key_id,
+        Batch.created_ms >= since_ms,
+        Batch.deleted_ms.is_(None),
     )
     return list(session.scalars(wanted.order_by(Batch.created_ms.desc(), Batch.id.desc())))
 
@@ -65,6 +70,7 @@ def continuations(session: Session, api_key_id: str, parent: Batch, since_ms: in
         Batch.parent_batch_id == parent.id,
         Batch.api_key_id == api_key_id,
         Batch.created_ms >= since_ms,
+        Batch.deleted_ms.is_(None),
     )
     return list(session.scalars(wanted.order_by(Batch.created_ms.desc(), Batch.id.desc())))
 
@@ -73,6 +79,11 @@ def live_batch_of(session: Session, file_id: str, ended: Collection[str]) -> str
     """A batch that still reads this file, or None. `ended` are the statuses of batches that read nothing more."""
     reading = select(Batch.id).where(Batch.input_file_id == file_id, Batch.status.not_in(ended))
     return session.scalars(reading.limit(1)).first()
+
+
+def is_read(ended: Collection[str]) -> ColumnElement[bool]:
+    """Whether a batch still reads a file, as a condition on rows of files."""
+    return exists(select(Batch.id).where(Batch.input_file_id == File.id, Batch.status.not_in(ended)))
 
 
 def running(session: Session, project_ids: Collection[str]) -> list[Batch]:

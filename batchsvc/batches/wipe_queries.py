@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
-from sqlalchemy import exists, literal, select, update
+from sqlalchemy import exists, false, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -119,10 +119,10 @@ def adopt(session: Session) -> int:
     adopted = 0
     for table, kind in ((File, Kind.FILE), (Batch, Kind.BATCH)):
         is_known = exists().where(Purge.subject_id == table.id, Purge.kind == kind.value)
-        found = select(table.id, literal(kind.value), table.deleted_ms, table.deleted_ms, literal(0)).where(
+        found = select(table.id, literal(kind.value), table.deleted_ms, table.deleted_ms, literal(0), false()).where(
             table.deleted_ms.is_not(None), ~is_known
         )
-        names = ["subject_id", "kind", "deleted_ms", "due_ms", "num_failures"]
+        names = ["subject_id", "kind", "deleted_ms", "due_ms", "num_failures", "is_backlog"]
         made = insert(Purge).from_select(names, found).on_conflict_do_nothing().returning(Purge.subject_id)
         adopted += len(session.execute(made).all())
     return adopted

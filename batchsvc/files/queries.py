@@ -117,10 +117,11 @@ def expiries(session: Session, file_ids: Collection[str]) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows}
 
 
-def expired(session: Session, now_ms: int, limit: int) -> list[File]:
-    """Files whose life is over and that nobody has deleted, for the reaper alone to take."""
-    over = select(File).where(File.deleted_ms.is_(None), File.expires_ms <= now_ms).order_by(File.expires_ms)
-    return list(session.scalars(over.limit(limit).with_for_update(skip_locked=True)))
+def expired(session: Session, now_ms: int, limit: int, is_read: ColumnElement[bool]) -> list[File]:
+    """Files whose life is over, that nobody has deleted and nobody reads, for the reaper alone to take. Served by
+    ix_files_expiry."""
+    over = select(File).where(File.deleted_ms.is_(None), File.expires_ms <= now_ms, ~is_read)
+    return list(session.scalars(over.order_by(File.expires_ms).limit(limit).with_for_update(skip_locked=True, of=File)))
 
 
 def known_keys(session: Session, s3_keys: Collection[str]) -> set[str]:

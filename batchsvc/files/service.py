@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import ColumnElement
 
 from batchsvc import ids
 from batchsvc.accounts.idempotency import RETRY_MS
@@ -230,13 +231,17 @@ def delete(
 def expire(
     session: Session,
     *,
+    is_read: ColumnElement[bool],
     live_batch_of: Callable[[Session, str], str | None],
     discard: Callable[[Session, str], None],
 ) -> int:
-    """Delete files whose life is over, a bounded number at once. An input that a batch still reads stays till later."""
+    """Delete files whose life is over, a bounded number at once. An input that a batch still reads stays till later.
+
+    `is_read` says of a row of files whether a batch reads it: those don't count among the number.
+    """
     now, taken = database_now_ms(session), 0
-    for row in queries.expired(session, now, _EXPIRE_AT_ONCE):
-        if live_batch_of(session, row.id) is None:
+    for row in queries.expired(session, now, _EXPIRE_AT_ONCE, is_read):
+        if live_batch_of(session, row.id) is None:  # nor since the rows were found
             queries.mark_deleted(session, row.id, now)
             _discard(session, row, discard)
             taken += 1

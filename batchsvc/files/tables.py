@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, Integer, String, UniqueConstraint, text
+from sqlalchemy import Boolean, ForeignKey, Index, Integer, String, UniqueConstraint, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from batchsvc.db.base import Base, BigInt, Id, Json, Millis
@@ -23,6 +23,12 @@ class File(Base):
             "source_etag",
             sqlite_where=text("source_uri IS NOT NULL"),
             postgresql_where=text("source_uri IS NOT NULL"),
+        ),
+        Index(
+            "ix_files_expiry",
+            "expires_ms",
+            sqlite_where=text("deleted_ms IS NULL"),
+            postgresql_where=text("deleted_ms IS NULL"),
         ),
     )
 
@@ -120,6 +126,7 @@ class Purge(Base):
     __table_args__ = (
         Index(
             "ix_purges_due",
+            "is_backlog",
             "due_ms",
             sqlite_where=text("purged_ms IS NULL"),
             postgresql_where=text("purged_ms IS NULL"),
@@ -133,3 +140,4 @@ class Purge(Base):
     swept_ms: Mapped[int | None] = mapped_column(BigInt)  # when it was wiped the first time
     purged_ms: Mapped[int | None] = mapped_column(BigInt)  # and the last time, when nobody could write any more
     num_failures: Mapped[int] = mapped_column(Integer, default=0)
+    is_backlog: Mapped[bool] = mapped_column(Boolean, default=False)  # deleted before there were purges: it comes last

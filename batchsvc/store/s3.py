@@ -32,6 +32,7 @@ MIN_PART_BYTES = 5 * 1024 * 1024  # S3 refuses smaller multipart parts, except t
 _NO_BUCKET = "NoSuchBucket"  # a wrong setting or a store that is being restored, never a lost object
 MISSING = {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
 OTHER_VERSION = {"412", "PreconditionFailed"}
+OBJECTS_KEPT = "objects_kept"  # the code of an answer that is about these objects alone
 _BUSY = {"ConditionalRequestConflict", "OperationAborted"}  # 409: another write of the key is under way
 _WRITER = "writer"  # metadata of an object
 _BUSY_ATTEMPTS, _BUSY_S = 5, 0.05
@@ -174,7 +175,9 @@ class Bucket:
                 )
             left = [error for error in answer.get("Errors", []) if error.get("Code") not in MISSING]
             if left:
-                raise UnavailableError(f"The object store kept {len(left)} of {len(some)} objects: {left[0]['Code']}.")
+                raise UnavailableError(
+                    f"The object store kept {len(left)} of {len(some)} objects: {left[0]['Code']}.", code=OBJECTS_KEPT
+                )
 
     def list_keys(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Keys under a prefix, each with the milliseconds when it was last written. For the garbage audit only."""

@@ -1,6 +1,7 @@
 """Retention: who holds the collection of garbage, what is to be wiped out of where, and how long projects keep files.
 
-Files and message batches that were deleted before are wiped as if it were today: their rows keep the true date.
+Files and message batches that were deleted before are wiped as if it were today: their rows keep the true date. They
+are a backlog: what is deleted from now on doesn't wait behind them.
 """
 
 from __future__ import annotations
@@ -51,22 +52,28 @@ def upgrade() -> None:
         sa.Column("swept_ms", BIG, nullable=True),
         sa.Column("purged_ms", BIG, nullable=True),
         sa.Column("num_failures", sa.Integer(), nullable=False),
+        sa.Column("is_backlog", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("subject_id", "kind", name=op.f("pk_purges")),
     )
     unfinished = sa.text("purged_ms IS NULL")
-    op.create_index("ix_purges_due", "purges", ["due_ms"], sqlite_where=unfinished, postgresql_where=unfinished)
+    op.create_index(
+        "ix_purges_due", "purges", ["is_backlog", "due_ms"], sqlite_where=unfinished, postgresql_where=unfinished
+    )
+    there = sa.text("deleted_ms IS NULL")
+    op.create_index("ix_files_expiry", "files", ["expires_ms"], sqlite_where=there, postgresql_where=there)
     op.create_index("ix_quotes_input_file_id", "quotes", ["input_file_id"])
     op.create_index("ix_uploads_file_id", "uploads", ["file_id"])
-    columns = "(subject_id, kind, deleted_ms, due_ms, num_failures)"
+    columns = "(subject_id, kind, deleted_ms, due_ms, num_failures, is_backlog)"
     now = NOW_MS[op.get_bind().dialect.name]
     for table, kind in (("files", "file"), ("batches", "batch")):
         op.execute(
-            f"INSERT INTO purges {columns} SELECT id, '{kind}', {now}, {now}, 0"  # noqa: S608
+            f"INSERT INTO purges {columns} SELECT id, '{kind}', {now}, {now}, 0, TRUE"  # noqa: S608
             f" FROM {table} WHERE deleted_ms IS NOT NULL"
         )
 
 
 def downgrade() -> None:
+    op.drop_index("ix_files_expiry", "files")
     op.drop_index("ix_uploads_file_id", "uploads")
     op.drop_index("ix_quotes_input_file_id", "quotes")
     op.drop_table("purges")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,9 @@ from batchsvc.batches import garbage_queries, service, unit_queries, worker_quer
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Unit, Window, Worker
 from batchsvc.clock import monotonic_s, now_ms
+from batchsvc.errors import UnavailableError
 from batchsvc.files import service as files
+from batchsvc.files.tables import File
 from tests.workers.conftest import DIGEST, World
 from workers.reaper import Reaper
 
@@ -136,7 +139,9 @@ def test_a_batch_whose_time_is_over_before_it_was_planned_expires_empty(world: W
     stored = [unit.s3_key for unit in world.units(batch_id)]
     world.set_units(batch_id, state="pending")
     world.set_batch(batch_id, status=Status.VALIDATING, in_progress_ms=None, expires_ms=1)
-    reaper(world, Line()).tick()
+    here = reaper(world, Line())
+    here.tick()
+    here.sweep()
     batch = world.batch(batch_id)
     assert (batch.status, batch.why, batch.total, batch.plan_epoch) == (Status.EXPIRED, Status.EXPIRED, 0, 1)
     with world.db.reading() as session:
@@ -151,7 +156,9 @@ def test_the_plan_of_a_cancelled_batch_is_forgotten_though_its_planner_is_gone(w
     world.set_batch(batch_id, status=Status.VALIDATING, in_progress_ms=None)
     with world.db.transaction() as session:
         service.cancel(session, world.batch(batch_id).project_id, batch_id)
-    reaper(world, Line()).tick()
+    here = reaper(world, Line())
+    here.tick()
+    here.sweep()
     assert world.batch(batch_id).status == Status.CANCELLED and not world.units(batch_id)
     with world.db.reading() as session:
         assert set(session.scalars(select(Window.batch_id))) == {other}
@@ -189,7 +196,9 @@ def test_files_past_their_life_go_and_so_do_their_objects(world: World) -> None:
             life_s=3600,
         )
         row.expires_ms = 1
-    reaper(world, Line()).tick()
+    here = reaper(world, Line())
+    here.tick()
+    here.sweep()
     with world.db.reading() as session:
         assert "in/p/file-a" not in files.known_keys(session, ["in/p/file-a"])
     assert world.store.head("in/p/file-a") is None
@@ -201,7 +210,7 @@ def test_garbage_waits_for_its_time(world: World) -> None:
     for key, grace_s in (("g/now", 0), ("g/later", 600)):
         world.store.put(key, b"x")
         world.db.run(lambda session, key=key, grace_s=grace_s: garbage_queries.discard(session, [key], grace_s=grace_s))
-    reaper(world, Line()).tick()
+    reaper(world, Line()).sweep()
     assert world.store.head("g/now") is None and world.store.head("g/later") is not None
 
 
@@ -216,3 +225,47 @@ def test_a_tick_wakes_those_who_send_and_does_none_of_their_work(sqlite_world: W
         wake_senders=[lambda: woken.append(True)],
     ).tick()
     assert woken == [True]
+
+
+def test_a_store_that_is_gone_delays_no_repair(sqlite_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = sqlite_world
+    batch_id = world.add_batch(num_lines=2, unit_lines=2)
+    world.db.run(lambda session: garbage_queries.discard(session, ["g/now"]))
+    is_asked, is_over = threading.Event(), threading.Event()
+
+    def silent(_keys: object) -> None:
+        is_asked.set()
+        assert is_over.wait(30)
+        raise UnavailableError("The object store doesn't answer.", code="store_unavailable")
+
+    monkeypatch.setattr(world.store, "delete", silent)
+    here = reaper(world, Line())
+    here.start()
+    try:
+        assert is_asked.wait(10), "somebody deletes what is due"
+        world.db.run(lambda session: unit_queries.claim(session, DIGEST, "dead", 0.01, 1))
+        last_s = monotonic_s() + 10
+        while world.units(batch_id)[0].state != "ready":
+            assert monotonic_s() < last_s, "leases are repaired while the store is silent"
+            time.sleep(0.05)
+        assert not is_over.is_set()
+    finally:
+        is_over.set()
+        here.stop()
+
+
+def test_inputs_that_are_read_hold_up_no_other_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_EXPIRE_AT_ONCE", 2)
+    batch_ids = [world.add_batch(num_lines=2, unit_lines=2) for _ in range(3)]
+    project_id = world.batch(batch_ids[0]).project_id
+    with world.db.transaction() as session:
+        for number, name in enumerate(("read-0", "read-1", "read-2", "free")):
+            made = {"filename": "a.jsonl", "s3_key": f"in/p/{name}", "etag": "", "sha256": "", "size_bytes": 1}
+            row = files.add_upload(session, file_id=name, project_id=project_id, life_s=3600, **made)  # type: ignore[arg-type]
+            row.expires_ms = 1 + number
+    for number, batch_id in enumerate(batch_ids):
+        world.set_batch(batch_id, input_file_id=f"read-{number}")
+    reaper(world, Line()).tick()
+    with world.db.reading() as session:
+        found = {row.id: row.deleted_ms is not None for row in session.scalars(select(File))}
+    assert found == {"read-0": False, "read-1": False, "read-2": False, "free": True}

@@ -73,7 +73,12 @@ async def create_batch(
         with inputs.deleted_if_refused(context.store, given.s3_key):
             made = context.db.run(
                 lambda session: idempotency.once_sent(
-                    session, caller.project_id, "messages", sent, partial(create, session)
+                    session,
+                    caller.project_id,
+                    "messages",
+                    sent,
+                    partial(create, session),
+                    is_there=lambda answer: service.is_there(session, caller.project_id, answer["id"]),
                 )
             )
         if made.pop("file_id") != given.file_id:

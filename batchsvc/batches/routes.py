@@ -69,7 +69,12 @@ def create_batch(
         sent = Sent(repetition=repetition, api_key_id=caller.api_key_id, digest=digest, arrived_ms=arrived_ms)
         shown = context.db.run(
             lambda session: idempotency.once_sent(
-                session, caller.project_id, "batches", sent, partial(create, session, given)
+                session,
+                caller.project_id,
+                "batches",
+                sent,
+                partial(create, session, given),
+                is_there=lambda answer: service.is_there(session, caller.project_id, answer["id"]),
             )
         )
     if given is not None and shown["input_file_id"] != given.file_id:

@@ -122,6 +122,11 @@ def get(session: Session, project_id: str, batch_id: str) -> Batch:
     return row
 
 
+def is_there(session: Session, project_id: str, batch_id: str) -> bool:
+    """Whether nobody has deleted this batch of the project."""
+    return queries.batch(session, project_id, batch_id) is not None
+
+
 def list_batches(session: Session, project_id: str, page: PageArgs, name: str | None) -> list[Batch]:
     """One more batch than the page holds, if there is one."""
     after = None

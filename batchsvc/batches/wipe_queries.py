@@ -29,7 +29,15 @@ from batchsvc.files.retention import Kind, date_of
 from batchsvc.files.tables import File, Purge, Upload
 from batchsvc.store import keys
 
-_NAMES = {"filename": "", "name": None, "metadata": None, "source": None, "errors": None, "warnings": None}
+_NAMES = {
+    "filename": "",
+    "name": None,
+    "metadata": None,
+    "source": None,
+    "errors": None,
+    "warnings": None,
+    "output_s3": None,
+}
 _WAS_DELETED = "The batch was deleted before its results could be exported."
 
 

@@ -94,6 +94,25 @@ def test_a_call_that_arrives_twice_makes_one_batch_and_one_file(api: Api) -> Non
     assert envelope(other, 422)["code"] == "idempotency_key_reused"
 
 
+def test_a_repeated_create_is_never_answered_with_a_deleted_batch(api: Api) -> None:
+    """A call is known by what it says only as long as its batch is there; a caller's own key names it for ever."""
+    for shape, path in (("batches", "/v1/batches"), ("messages", "/v1/messages/batches")):
+        first = send(api, shape, 0).json()["id"]
+        with api.db.transaction() as session:
+            session.get_one(Batch, first).status = "cancelled"
+        assert api.call("DELETE", f"{path}/{first}").status_code == 200
+        again = send(api, shape, 1).json()["id"]
+        assert again != first and send(api, shape, 1).json()["id"] == again
+    file_id = api.client().files.create(file=("a.jsonl", b"{}\n"), purpose="batch").id
+    body: dict[str, Any] = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    first = api.call("POST", "/v1/batches", json=body).json()["id"]
+    with api.db.transaction() as session:
+        session.get_one(Batch, first).status = "cancelled"
+    assert api.call("DELETE", f"/v1/batches/{first}").status_code == 200
+    headers = {"x-stainless-retry-count": "1"}
+    assert api.call("POST", "/v1/batches", json=body, headers=headers).json()["id"] != first
+
+
 class Gate:
     """Holds the first input that is stored until it is opened; others pass."""
 

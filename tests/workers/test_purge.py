@@ -207,7 +207,9 @@ def test_a_deleted_input_goes_with_what_was_planned_and_quoted_of_it(world: Worl
 def test_a_deleted_batch_keeps_ids_counts_tokens_and_money(world: World) -> None:
     batch_id, file = ended_batch(world, output_s3=f"s3://bucket/{WORD}/")
     before = world.batch(batch_id)
-    body = orjson.dumps({"id": batch_id, "metadata": {"who": WORD}, "name": WORD, "nested": {"id": "x", "name": "y"}})
+    export = {"prefix": f"s3://bucket/{WORD}/", "manifest": f"s3://bucket/{WORD}/m", "error": WORD}
+    shown = {"id": batch_id, "metadata": {"who": WORD}, "name": WORD, "output_s3": export}
+    body = orjson.dumps({**shown, "nested": {"id": "x", "name": "y"}})
     with world.db.transaction() as session:
         session.add(Export(batch_id=batch_id, project_id=file.project_id, state="pending", uploads=[], epoch=1))
         session.add(
@@ -232,7 +234,9 @@ def test_a_deleted_batch_keeps_ids_counts_tokens_and_money(world: World) -> None
     with world.db.reading() as session:
         (answer,) = session.scalars(select(IdempotentAnswer)).all()
         found = orjson.loads(answer.body)
-        assert found == {"id": batch_id, "metadata": None, "name": None, "nested": {"id": "x", "name": "y"}}
+        gone = dict.fromkeys(("metadata", "name", "output_s3"))
+        assert found == {"id": batch_id, **gone, "nested": {"id": "x", "name": "y"}}
+        assert WORD not in answer.body
 
 
 def test_a_running_batch_and_what_it_reads_stay(world: World) -> None:

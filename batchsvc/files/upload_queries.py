@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.files.tables import Upload, UploadPart
@@ -35,6 +35,15 @@ def sizes(session: Session, upload_id: str) -> tuple[int, int]:
     counted = select(func.count(), func.coalesce(func.sum(UploadPart.size_bytes), 0))
     num, size_bytes = session.execute(counted.where(UploadPart.upload_id == upload_id)).one()
     return num, int(size_bytes)
+
+
+def pending_bytes(session: Session, project_id: str, now_ms: int, upload_id: str | None = None) -> int:
+    """Bytes that pending uploads of a project, or one of them, announce, or have brought if that is more."""
+    has = select(func.coalesce(func.sum(UploadPart.size_bytes), 0)).where(UploadPart.upload_id == Upload.id)
+    brought = has.correlate(Upload).scalar_subquery()
+    is_pending = (Upload.project_id == project_id, Upload.status == PENDING, Upload.expires_ms > now_ms)
+    counted = select(func.sum(case((brought > Upload.size_bytes, brought), else_=Upload.size_bytes))).where(*is_pending)
+    return int(session.scalar(counted if upload_id is None else counted.where(Upload.id == upload_id)) or 0)
 
 
 def delete_parts(session: Session, upload_id: str) -> None:

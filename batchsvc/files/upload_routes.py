@@ -45,7 +45,6 @@ def create_upload(
     upload_id, settings = ids.upload_id(), context.settings
 
     def create(session: Session) -> dict[str, Any]:
-        stored_limit.check_room(session, caller, body.bytes, default_limits(settings))
         asked_s = body.expires_after.seconds if body.expires_after else None
         row = service.create(
             session,
@@ -56,6 +55,7 @@ def create_upload(
             life_s=life_queries.input_life_s(session, caller.project_id, asked_s, settings.file_ttl_s),
             max_bytes=settings.max_input_bytes,
         )
+        stored_limit.count_upload(session, caller, row.id, row.size_bytes, default_limits(settings))
         return upload_object(row, row.status)
 
     digest = idempotency.digest_of(body.model_dump())
@@ -97,6 +97,7 @@ async def add_part(request: Request, caller: CallerDep, context: ContextDep, upl
         row = service.add_part(
             session, caller.project_id, upload_id, part_id=part_id, s3_key=key, stored=stored, max_bytes=most
         )
+        stored_limit.count_upload(session, caller, upload_id, row.size_bytes, default_limits(context.settings))
         return part_object(row)
 
     try:

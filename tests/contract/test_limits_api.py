@@ -15,6 +15,7 @@ from batchsvc.accounts.tables import ApiKey, Project
 from batchsvc.batches.tables import Batch
 from batchsvc.cli.client import Client
 from batchsvc.cli.exits import ApiError
+from batchsvc.files.tables import Upload
 from tests.contract.conftest import MODEL, Api, on_sqlite
 
 LINE = json.dumps(
@@ -145,6 +146,47 @@ def test_stored_bytes_are_counted_until_they_are_deleted(api: Api, of_key: bool)
     assert held == {first, second}, "what was refused isn't there"
     client.files.delete(second)
     upload(api)
+
+
+def begin(api: Api, num_bytes: int) -> str:
+    arguments = {"filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "batch"}
+    return api.client().uploads.create(bytes=num_bytes, **arguments).id
+
+
+def test_pending_uploads_of_a_project_count_until_they_end(api: Api) -> None:
+    client, room = api.client(), 3 * len(LINE)
+    limit(api, max_stored_bytes=room)
+    with ThreadPoolExecutor(4) as pool:
+        arguments = {"bytes": len(LINE), "mime_type": "application/jsonl", "purpose": "batch"}
+        told = list(
+            pool.map(
+                lambda no: api.call("POST", "/v1/uploads", json={**arguments, "filename": f"{no}.jsonl"}), range(5)
+            )
+        )
+    assert sorted(answer.status_code for answer in told) == [200, 200, 200, 429, 429], "however many come at once"
+    begun = [answer.json()["id"] for answer in told if answer.status_code == 200]
+    with pytest.raises(openai.RateLimitError, match="begun uploads") as caught:
+        upload(api)
+    assert refusal(caught)[1] == {"x-ratelimit-limit-bytes": str(room), "x-ratelimit-remaining-bytes": "0"}
+    client.uploads.cancel(begun[0])
+    part = client.uploads.parts.create(begun[1], data=LINE)
+    assert client.uploads.complete(begun[1], part_ids=[part.id]).status == "completed"
+    upload(api, LINE)  # in the place of the one that was cancelled; the completed one counts once
+    with api.db.transaction() as session:
+        session.execute(update(Upload).where(Upload.id == begun[2]).values(expires_ms=1))
+    upload(api, LINE)
+
+
+@on_sqlite
+@pytest.mark.parametrize("of_key", [False, True])
+def test_parts_beyond_what_was_announced_count(api: Api, of_key: bool) -> None:
+    limit(api, of_key=of_key, max_stored_bytes=2 * len(LINE))
+    upload_id, client = begin(api, len(LINE)), api.client()
+    client.uploads.parts.create(upload_id, data=LINE)
+    client.uploads.parts.create(upload_id, data=LINE)  # sent again because its answer was lost
+    with pytest.raises(openai.RateLimitError, match="too much") as caught:
+        client.uploads.parts.create(upload_id, data=LINE)
+    assert refusal(caught)[0] == "stored_bytes_exceeded"
 
 
 @on_sqlite

@@ -8,7 +8,9 @@ from tests.contract.test_http import envelope, upload
 
 def test_a_line_that_is_not_there_and_an_engine_that_is_not_shown(api: Api) -> None:
     body = {"input_file_id": upload(api).json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = api.call("POST", "/v1/batches", json=body).json()["id"]
+    made = api.call("POST", "/v1/batches", json=body)
+    assert made.status_code == 200, made.text
+    batch = made.json()["id"]
     for custom_id in ("nope", "a/b", "a%2Fb", "%25", "x" * 500):
         error = envelope(api.call("GET", f"/v1/batches/{batch}/lines/{custom_id}"), 404)
         assert error["param"] == "custom_id"

@@ -32,8 +32,15 @@ OWNED = {
 }  # in paths: what one project owns
 SHARED = {"name"}  # names of models: the same for all projects
 WITHIN = {"custom_id"}  # what names something inside of what is owned
-# what the deployment's admin key alone may name, under /v1/admin
+# what the deployment's admin key alone may name
+ADMIN_ROUTES = (
+    "/v1/admin/",
+    "/v1/organization/projects",
+    "/v1/organization/admin_api_keys",
+    "/v1/organization/audit_logs",
+)
 ADMIN_ONLY = {"key_id", "store_id", "project", "batch_id", "object_id", "version", "action"}
+ADMIN_ONLY |= {"project_id", "api_key_id", "service_account_id", "rate_limit_id"}
 REFERENCES = {  # in query or body
     ("/v1/files", "after"),
     ("/v1/batches", "after"),
@@ -62,6 +69,10 @@ class Route:
     method: str
     template: str
     arguments: set[str]  # of query and body
+
+    @property
+    def is_admin(self) -> bool:
+        return self.template.startswith(ADMIN_ROUTES)
 
     @property
     def parameters(self) -> set[str]:
@@ -128,11 +139,10 @@ def look(api: Api, theirs: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_every_parameter_is_known(api: Api) -> None:
     for route in routes(api):
-        is_admin = route.template.startswith("/v1/admin/")
-        known = ADMIN_ONLY | SHARED if is_admin else OWNED | SHARED | WITHIN
+        known = ADMIN_ONLY | SHARED | WITHIN if route.is_admin else OWNED | SHARED | WITHIN
         assert route.parameters <= known, f"{route.template}: say above whom its parameters belong to"
         for argument in route.arguments:
-            if not is_admin and (argument == "after" or argument.endswith("_id")):
+            if not route.is_admin and (argument == "after" or argument.endswith("_id")):
                 assert (route.template, argument) in REFERENCES, f"{route.template}: say above what {argument} names"
 
 
@@ -145,7 +155,7 @@ def test_what_belongs_to_others_is_not_there(api: Api, theirs: dict[str, str]) -
     never["webhook_endpoint_id"] = "we_" + "0" * 24
     walked = 0
     for route in routes(api):
-        if not route.parameters & OWNED or route.template.startswith("/v1/admin/"):
+        if not route.parameters & OWNED or route.is_admin:
             continue
         answers = []
         for ids in (theirs, never):
@@ -176,7 +186,7 @@ def test_admin_routes_tell_nobody_else_what_exists(api: Api, theirs: dict[str, s
     before = look(api, theirs)
     walked = 0
     for route in routes(api):
-        if route.template.startswith("/v1/admin/"):
+        if route.is_admin:
             for ids in (theirs, {"batch_id": "batch_nope"}):
                 answer = api.call(route.method, route.path({**ids, "project": api.project_id}), json={})
                 assert envelope(answer, 403)["code"] == "admin_only", "even of one's own project"
@@ -189,7 +199,7 @@ def test_odd_spellings_of_an_id_reach_nothing(api: Api, theirs: dict[str, str]) 
     _, key = api.new_project()
     before = look(api, theirs)
     for route in routes(api):
-        if not route.parameters & OWNED or route.template.startswith("/v1/admin/"):
+        if not route.parameters & OWNED or route.is_admin:
             continue
         (parameter,) = route.parameters - WITHIN
         id_ = theirs[parameter]

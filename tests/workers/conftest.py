@@ -259,13 +259,13 @@ class World:
 def open_world(settings: Settings) -> Iterator[World]:
     db, store = Database(settings.database_url), ObjectStore(settings)
     metadata.create_all(db.engine)
-    _stamp(db)
+    stamp(db)
     store.ensure_bucket()
     yield World(settings, db, store)
     db.dispose()
 
 
-def _stamp(db: Database) -> None:
+def stamp(db: Database) -> None:
     """Processes start on the schema of this version alone, and the tables in code are that (test_migrations.py)."""
     with db.transaction() as session:
         session.execute(

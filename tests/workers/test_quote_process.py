@@ -12,6 +12,7 @@ from batchsvc.batches import quote_service
 from batchsvc.settings import Settings
 from tests.batchsvc.batches.planned import jsonl, line
 from tests.batchsvc.batches.quoting import quoting
+from tests.workers.conftest import stamp
 from tests.workers.test_processes import environment, process, until
 
 
@@ -24,6 +25,7 @@ def test_a_killed_planner_is_taken_up_again(
     settings = fast.model_copy(update={"window_lines": 10})
     data = jsonl(*(line(f"c{number}", f"Ticket {number % 7} asks for a refund") for number in range(40)))
     with quoting(settings, tiny[0]) as door:
+        stamp(door.planned.db)
         expected = door.quote(data)
         quote_id = door.ask(data).json()["id"]  # nobody was told: the reaper finds it
         env = environment(settings, tiny[0], TEST_LOGS=tmp_path)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sqlalchemy import ColumnElement, String, delete, exists, literal, or_, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import ClaimHold, Worker
@@ -22,15 +23,14 @@ EVERYTHING = "*"
 MODEL, WORKER = "model:", "worker:"
 
 
-def hold(session: Session, target: str, reason: str) -> bool:
-    """Order a hold. One that is there gets the new reason. Returns whether it is new."""
-    row = session.get(ClaimHold, target, with_for_update=True)
-    if row is not None:
-        row.reason = reason
-        return False
-    session.add(ClaimHold(target=target, reason=reason, created_ms=database_now_ms(session)))
-    session.flush()
-    return True
+def hold(session: Session, target: str, reason: str) -> None:
+    """Order a hold. One that is there gets the new reason."""
+    insert = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(ClaimHold)
+    ordered = insert.values(target=target, reason=reason, created_ms=database_now_ms(session))
+    session.execute(
+        ordered.on_conflict_do_update(index_elements=("target",), set_={"reason": reason}),
+        execution_options={"synchronize_session": False},
+    )
 
 
 def end(session: Session, target: str) -> bool:
@@ -41,7 +41,8 @@ def end(session: Session, target: str) -> bool:
 
 def every(session: Session) -> dict[str, ClaimHold]:
     """All holds by their targets."""
-    return {row.target: row for row in session.scalars(select(ClaimHold).order_by(ClaimHold.target))}
+    found = select(ClaimHold).order_by(ClaimHold.target).execution_options(populate_existing=True)
+    return {row.target: row for row in session.scalars(found)}
 
 
 def of_worker(session: Session, worker_id: str) -> str | None:

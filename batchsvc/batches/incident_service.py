@@ -37,6 +37,7 @@ QUIET_S = 600.0
 """How long a batch may finish nothing before that alone is called stuck, unless an operator says."""
 BY_OPERATOR = "by the operator"
 _REASON_CHARS = 255
+_DIGEST_CHARS = 16  # what is shown of the digest of a model without a name
 
 
 # ---- workers
@@ -89,8 +90,9 @@ def pause_claims(session: Session, actor: Actor, model: str | None, reason: str 
 
 
 def resume_claims(session: Session, actor: Actor, model: str | None) -> dict[str, Any]:
-    """End a pause of claims: that of all, or of one model; neither ends the other."""
-    target, name = _target(session, model)
+    """End a pause of claims: that of all, or of one model; neither ends the other. A model's may also be named as
+    `claims` shows it, or by its digest: new weights may have come under its name since."""
+    target, name = _held_target(session, model)
     if not hold_queries.end(session, target):
         others = [row["model"] or "all models" for row in claims(session)["data"]]
         hint = f": those of {' and '.join(others)} are" if others else ""
@@ -109,11 +111,22 @@ def claims(session: Session) -> dict[str, Any]:
         if target.startswith(hold_queries.WORKER):
             continue
         digest = target.removeprefix(hold_queries.MODEL)
-        model = None if target == hold_queries.EVERYTHING else names.get(digest, digest[:16])
+        model = None if target == hold_queries.EVERYTHING else names.get(digest, digest[:_DIGEST_CHARS])
         rows.append(
             {"object": "claim_hold", "model": model, "reason": hold.reason, "created_at": hold.created_ms // 1000}
         )
     return {"object": "list", "data": rows}
+
+
+def _held_target(session: Session, model: str | None) -> tuple[str, str | None]:
+    holds = hold_queries.every(session)
+    row = None if model is None else models.resolve(session, model, project_id=None)
+    if model is not None and (row is None or hold_queries.MODEL + row.digest not in holds):
+        for target in holds:
+            digest = target.removeprefix(hold_queries.MODEL)
+            if target != digest and model in (digest, digest[:_DIGEST_CHARS]):
+                return target, digest[:_DIGEST_CHARS]
+    return _target(session, model)
 
 
 def _target(session: Session, model: str | None) -> tuple[str, str | None]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc import ids
+from batchsvc import ids, logs
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import worker_queries
 from batchsvc.batches.offpeak import Night
@@ -30,7 +30,7 @@ from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from engine.config import EngineConfig, Formats
-from engine.errors import DeviceError, EngineError
+from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
 from engine.load.origin import draft_project_of
@@ -129,7 +129,8 @@ def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun
     if settings.role != "unified":  # a half has one model
         chosen = own[0]
     elif baton is None:
-        chosen = switching.first_model(db, line_up, owner, is_night=night.is_open(now_ms()))
+        is_night = night.is_open(now_ms())
+        chosen = switching.first_model(db, line_up, owner, is_night=is_night, renew_s=settings.renew_s)
     else:
         line_up.look(db)
         chosen = OwnModel(baton.digest, baton.source)
@@ -142,13 +143,15 @@ def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun
     ):
         try:
             run = _open_run(settings, db, store, chosen, owner, line_up, checked=() if baton else own)
-        except (EngineError, ServiceError) as error:
-            first = own[0] if chosen.digest != own[0].digest else None
-            to = baton or Baton(own=own, digest=chosen.digest, source=chosen.source, back=first)
-            back = None if isinstance(error, DeviceError) else to.returned(str(error))
+        except Exception as error:  # whatever it was, the start would choose this model again, and starve the others
+            failed = baton or Baton(own=own, digest=chosen.digest, source=chosen.source)
+            back = None
+            if settings.role == "unified":
+                back = replace(failed, back=failed.back or line_up.other_than(chosen.digest)).returned(_sentence(error))
             if back is None:
                 raise
-            raise NotLoadedError(str(error), back) from error
+            log.warning("model.not_loaded", model=chosen.digest[:16], **logs.where(error))
+            raise NotLoadedError(_sentence(error), back) from error
     run.swap_began_s = baton.began_s if baton else None
     if settings.role != "unified":
         return run
@@ -158,12 +161,19 @@ def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun
         worker_id=owner,
         digest=run.digest,
         period_s=settings.poll_s,
+        renew_s=settings.renew_s,
         is_night=lambda: night.is_open(now_ms()),
         may_decide=run.may_change_over,
         change_over=run.change_over,
         on_crash=run.crashed,
     )
     return run
+
+
+def _sentence(error: Exception) -> str:
+    """Why a model can't be loaded."""
+    known = isinstance(error, (EngineError, ServiceError))
+    return str(error) if known else f"Loading it failed ({type(error).__name__}): the log of the worker says where."
 
 
 def _open_run(

@@ -7,7 +7,8 @@
    supervisors see one process that goes on. A *baton* in its environment says what it is to load.
 4. If it can't load that, it goes back to the model that it had, and doesn't try again for a while.
 
-A signal that ends the process ends it at any point of this; one that comes between drain and start is kept until then.
+A signal that ends the process ends it at any point of this: one that comes between drain and start at once, or, if
+every thread keeps it off, when the new start listens.
 What it doesn't do: hold two models, or move a call that somebody waits for: calls are answered before it changes over,
 as long as the drain may take.
 """
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc.batches import model_switch, switch_queries, worker_queries
+from batchsvc.batches import model_switch, switch_queries, waiting, worker_queries
 from batchsvc.batches.model_switch import Seat
 from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s
@@ -101,8 +102,14 @@ def taken() -> Baton | None:
 
 
 def hand_on(baton: Baton, *, unless: Callable[[], bool] = lambda: False) -> None:
-    """Become the process that loads this model. Returns only if `unless` says, at the last moment, that it must end."""
+    """Become the process that loads this model. Returns only if `unless` says, at the last moment, that it must end.
+
+    Another thread may take a signal that this one keeps off, and a handler of ours would never run again: from here on
+    the system's own ends the process, which holds nothing any more. What came before, `unless` knows.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_DFL)
     if unless():
         return
     signal.setitimer(signal.ITIMER_REAL, 0)  # the drain's, which would outlive this program
@@ -151,19 +158,25 @@ class LineUp:
     def source_of(self, digest: str) -> str:
         return self._sources[digest]
 
+    def other_than(self, digest: str) -> OwnModel | None:
+        """What else to load where this one can't be; None: there is nothing."""
+        others = [one for one in self.digests() if one != digest]
+        return OwnModel(others[0], self._sources[others[0]]) if others else None
+
     def problems(self) -> list[str]:
         """Why models of it can't be served here."""
         now_s = monotonic_s()
         return [says for says, until_s in self.refused.values() if until_s > now_s]
 
 
-def first_model(db: Database, line_up: LineUp, worker_id: str, *, is_night: bool) -> OwnModel:
+def first_model(db: Database, line_up: LineUp, worker_id: str, *, is_night: bool, renew_s: float) -> OwnModel:
     """What a worker loads that serves nothing yet: what is most urgent, else the first of its line-up."""
     line_up.look(db)
     digests = line_up.digests()
     if len(digests) > 1:
         with db.reading() as session:
-            view = switch_queries.look(session, worker_id, "", digests, is_night=is_night)
+            since_ms = waiting.alive_since_ms(session, renew_s)
+            view = switch_queries.look(session, worker_id, "", digests, is_night=is_night, since_ms=since_ms)
         choice = model_switch.next_model(Seat(digest=None), view.queues)
         if choice is not None:
             return OwnModel(choice.digest, line_up.source_of(choice.digest))
@@ -217,6 +230,7 @@ class Switcher:
         worker_id: str,
         digest: str,
         period_s: float,
+        renew_s: float,
         is_night: Callable[[], bool],
         may_decide: Callable[[], bool],
         change_over: Callable[[], None],
@@ -227,6 +241,7 @@ class Switcher:
         self._worker_id = worker_id
         self._digest = digest
         self._period_s = period_s
+        self._renew_s = renew_s  # of all workers: one that missed several heartbeats serves nobody
         self._is_night = is_night
         self._may_decide = may_decide
         self._change_over = change_over
@@ -253,12 +268,22 @@ class Switcher:
             return False
         is_night = self._is_night()
         with self._db.reading() as session:
-            view = switch_queries.look(session, self._worker_id, self._digest, digests, is_night=is_night)
+            since_ms = waiting.alive_since_ms(session, self._renew_s)
+            view = switch_queries.look(
+                session, self._worker_id, self._digest, digests, is_night=is_night, since_ms=since_ms
+            )
         seat = self._seat(is_idle=view.is_idle)
         if model_switch.next_model(seat, view.queues) is None:
             return False
         choice = self._db.run(
-            lambda session: switch_queries.change_over(session, self._worker_id, seat, digests, is_night=is_night)
+            lambda session: switch_queries.change_over(
+                session,
+                self._worker_id,
+                seat,
+                digests,
+                is_night=is_night,
+                since_ms=waiting.alive_since_ms(session, self._renew_s),
+            )
         )
         if choice is None:
             return False

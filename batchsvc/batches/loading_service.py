@@ -37,12 +37,12 @@ def unload(session: Session, actor: Actor, name: str, worker: str | None, renew_
     would be left without a worker, or a worker without a model."""
     row = _model(session, name)
     _known(session, worker)
+    switch_queries.lock_models(session)  # what another unload took away counts, or the two leave nobody
     alive = switch_queries.able(session, waiting.alive_since_ms(session, renew_s))
-    serving = {one.id: one for one in alive.get(row.digest, [])}
+    serving = {one.id: one for one in alive.get(row.digest, []) if row.digest in _told(session, one)}
     leaving = {key: one for key, one in serving.items() if worker is None or one.name == worker}
     for one in leaving.values():
-        told = [*(one.models or [one.model_digest])]  # with its last heartbeat; what was ordered since counts, too
-        if set(switch_queries.wanted(session, [one.name or one.id], told)) <= {row.digest}:
+        if _told(session, one) <= {row.digest}:
             raise InvalidRequestError(
                 f"{row.id} is the only model of the worker {one.name or one.id}: load another one there first, or stop "
                 "that worker.",
@@ -69,6 +69,11 @@ def served_by(session: Session, renew_s: float) -> dict[str, list[str]]:
     for digest, workers in switch_queries.able(session, waiting.alive_since_ms(session, renew_s)).items():
         found[digest] = sorted(_role(worker, digest) for worker in workers)
     return found
+
+
+def _told(session: Session, worker: Worker) -> set[str]:
+    """What it should serve: as its last heartbeat says, and what was ordered since."""
+    return set(switch_queries.wanted(session, [worker.name or worker.id], worker.models or [worker.model_digest]))
 
 
 def _role(worker: Worker, digest: str) -> str:

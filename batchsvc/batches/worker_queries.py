@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, exists, func, select, update
+from sqlalchemy import Delete, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from batchsvc import mode
 from batchsvc.batches import hold_queries
-from batchsvc.batches.tables import Model, Unit, Worker
+from batchsvc.batches.tables import ClaimHold, Model, Unit, Worker
 from batchsvc.db.session import database_now_ms
 
 
@@ -50,8 +50,7 @@ def change_over(session: Session, worker_id: str, digest: str) -> None:
     row = session.get(Worker, worker_id)
     if row is not None:
         row.switching_to, row.is_draining = digest, True
-        left = update(Model).where(Model.digest == row.model_digest)
-        session.execute(left.values(served_ms=database_now_ms(session)))
+        _let_go(session, {row.model_digest: database_now_ms(session)})
 
 
 def note_swap(session: Session, digest: str, swap_ms: int) -> None:
@@ -91,22 +90,54 @@ def beat(
 
 
 def retire(session: Session, worker_id: str) -> None:
-    """Forget a worker that ended in order."""
-    session.execute(delete(Worker).where(Worker.id == worker_id))
+    """Forget a worker that ended in order, and its drain if that was of this process alone."""
+    ended = delete(Worker).where(Worker.id == worker_id)
+    _forgotten(session, ended, database_now_ms(session))
 
 
 def mark_dead(session: Session, host: str, pid: int) -> None:
     """Have nobody wait for a worker whose process is known to have ended. Its name is known for a while, so that it
     can be drained before it starts again."""
-    ended = update(Worker).where(Worker.id.startswith(f"{host}:{pid}:", autoescape=True))
-    session.execute(ended.values(is_draining=True, switching_to=None))
+    rows = session.scalars(select(Worker).where(Worker.id.startswith(f"{host}:{pid}:", autoescape=True))).all()
+    served: dict[str, int] = {}
+    for row in rows:
+        if row.switching_to is None:
+            served[row.model_digest] = max(row.beat_ms, served.get(row.model_digest, 0))
+        row.is_draining, row.switching_to = True, None
+    session.flush()
+    _let_go(session, served)
 
 
 def forget_dead(session: Session, silent_s: float) -> int:
     """Forget workers that were silent for `silent_s` and hold no unit any more. Returns how many."""
     holds = exists(select(Unit.id).where(Unit.owner == Worker.id, Unit.state == "leased"))
     silent = Worker.beat_ms < database_now_ms(session) - round(silent_s * 1000)
-    return len(session.execute(delete(Worker).where(silent, ~holds).returning(Worker.id)).all())
+    return _forgotten(session, delete(Worker).where(silent, ~holds), None)
+
+
+def _forgotten(session: Session, which: Delete, at_ms: int | None) -> int:
+    """Delete workers, and the drains of these processes: nobody goes by their ids again. They let go of their models
+    at that time, or with their last heartbeat."""
+    gone = session.execute(which.returning(Worker.id, Worker.model_digest, Worker.switching_to, Worker.beat_ms)).all()
+    if not gone:
+        return 0
+    targets = [hold_queries.WORKER + row.id for row in gone]
+    session.execute(delete(ClaimHold).where(ClaimHold.target.in_(targets)))
+    served: dict[str, int] = {}
+    for row in gone:
+        if row.switching_to is None:  # else it had let go before, or had nothing yet
+            served[row.model_digest] = max(row.beat_ms if at_ms is None else at_ms, served.get(row.model_digest, 0))
+    _let_go(session, served)
+    return len(gone)
+
+
+def _let_go(session: Session, served: Mapping[str, int]) -> None:
+    """Note until when a worker served these models: their work waits since then, not since it began (model_switch.py).
+    The rows are locked in the order in which everybody does."""
+    found = select(Model).where(Model.digest.in_(served)).order_by(Model.id).with_for_update()
+    for row in session.scalars(found.execution_options(populate_existing=True)):
+        row.served_ms = max(row.served_ms, served[row.digest or ""])
+    session.flush()
 
 
 def alive(session: Session, since_ms: int, *, with_test_mode: bool = False) -> list[Worker]:

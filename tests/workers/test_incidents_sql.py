@@ -101,6 +101,39 @@ def test_paused_claims_stop_what_is_new_and_nothing_that_runs(world: World) -> N
     ]
 
 
+def test_a_pause_ends_though_new_weights_came_under_its_name(world: World) -> None:
+    known(world)
+    world.add_batch(num_lines=2, unit_lines=1)
+    for name in ("shown", "digest"):
+        run(world, incident_service.pause_claims, "tiny", "slow")
+        with world.db.transaction() as session:
+            models.register(session, "tiny", "/new", digest="f" * 64, context_tokens=64)
+            (held,) = incident_service.claims(session)["data"]
+        assert held["model"] == DIGEST[:16] and claim(world) == []
+        with pytest.raises(InvalidRequestError, match=f"of tiny aren't paused: those of {DIGEST[:16]} are"):
+            run(world, incident_service.resume_claims, "tiny")
+        run(world, incident_service.resume_claims, DIGEST if name == "digest" else held["model"])
+        assert len(claim(world)) == 1
+        known(world)
+    with pytest.raises(NotFoundError, match="no model dddd"):
+        run(world, incident_service.resume_claims, DIGEST[:16])
+
+
+@pytest.mark.parametrize("ends", ["in order", "silently"])
+def test_a_drain_of_one_process_ends_with_it(world: World, ends: str) -> None:
+    start(world, "host:1:a", "gpu-1")
+    for worker in ("host:1:a", "gpu-1"):
+        run(world, incident_service.drain, worker, None, RENEW_S)
+    if ends == "in order":
+        world.db.run(lambda s: worker_queries.retire(s, "host:1:a"))
+    else:
+        with world.db.transaction() as session:
+            session.get_one(Worker, "host:1:a").beat_ms = 1
+        assert world.db.run(lambda s: worker_queries.forget_dead(s, 60)) == 1
+    with world.db.reading() as session:
+        assert set(hold_queries.every(session)) == {"worker:gpu-1"}, "a name outlives its process"
+
+
 def test_what_isnt_paused_is_said(world: World) -> None:
     known(world)
     with pytest.raises(InvalidRequestError, match="Claims of all models aren't paused"):

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select, update
@@ -15,11 +18,13 @@ from batchsvc.batches import models, switch_queries, worker_service
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Model, Worker
 from batchsvc.settings import Settings
+from engine.errors import DeviceError
 from engine.load.meta import read_meta
 from tests.tiny import make_tiny_model
 from tests.workers.conftest import World, open_world
 from tests.workers.test_processes import environment, process, until
-from workers.switching import BATON, Baton, LineUp, OwnModel, own_models, taken
+from workers import context
+from workers.switching import BATON, Baton, LineUp, NotLoadedError, OwnModel, own_models, taken
 
 
 @pytest.fixture
@@ -149,6 +154,49 @@ def test_a_baton_says_all_and_no_child_inherits_it(monkeypatch: pytest.MonkeyPat
     assert back.refused[own[1].digest][0] == "It is broken." and back.returned("so is that") is None
     line_up = LineUp("one", own, back.refused)
     assert line_up.digests() == (own[0].digest,) and line_up.problems() == ["It is broken."]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("what it holds"), DeviceError("It doesn't fit.")])
+def test_whatever_fails_a_load_another_model_is_served(
+    world: World, tiny: tuple[Path, str], other: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_arguments: Any, **_named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(context, "_open_run", fail)
+    alone = world.settings.model_copy(update={"model": str(tiny[0]), "engine": "fake"})
+    with pytest.raises(type(error)):
+        context.open_engine_run(alone)
+    both = alone.model_copy(update={"models": str(other[0])})
+    with pytest.raises(NotLoadedError) as refused:
+        context.open_engine_run(both)
+    back = refused.value.back
+    assert (back.digest, set(back.refused)) == (other[1], {tiny[1]})
+    says = back.refused[tiny[1]][0]
+    assert says == "It doesn't fit." or ("(RuntimeError)" in says and "what it holds" not in says)
+    with pytest.raises(type(error)):  # that one can't be loaded either: there is nothing left
+        context.open_engine_run(both, back)
+
+
+_HANDS_ON = """
+import os, signal, sys, threading, time
+from workers import switching
+if switching.BATON in os.environ:
+    sys.exit(0)
+said = []
+signal.signal(signal.SIGTERM, lambda *_: said.append(1))
+threading.Thread(target=time.sleep, args=(9,), daemon=True).start()  # it takes what the main thread keeps off
+def unless():
+    found = bool(said)
+    os.kill(os.getpid(), signal.SIGTERM)  # at the last moment
+    return found
+switching.hand_on(switching.Baton(own=(), digest="d", source="s"), unless=unless)
+"""
+
+
+def test_no_signal_is_lost_between_drain_and_start() -> None:
+    done = subprocess.run([sys.executable, "-c", _HANDS_ON], timeout=60, check=False)
+    assert done.returncode == -signal.SIGTERM, "it ended, rather than become the next start"
 
 
 def test_the_same_model_twice_is_one(tiny: tuple[Path, str]) -> None:

@@ -61,7 +61,8 @@ def release_collection(session: Session, holder: str) -> bool:
 def holds(session: Session) -> list[Hold]:
     """The holds that count, the one that ends first first."""
     wanted = (CollectionLock.kind == _HOLD, CollectionLock.until_ms > database_now_ms(session))
-    rows = session.scalars(select(CollectionLock).where(*wanted).order_by(CollectionLock.until_ms))
+    named = select(CollectionLock.holder, CollectionLock.reason, CollectionLock.until_ms)  # all that old schemas have
+    rows = session.execute(named.where(*wanted).order_by(CollectionLock.until_ms))
     return [Hold(holder=row.holder.removeprefix(f"{_HOLD}:"), reason=row.reason, until_ms=row.until_ms) for row in rows]
 
 

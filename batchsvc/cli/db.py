@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +68,7 @@ def downgrade(
 
 
 def bring_up(url: str, before: Schema) -> None:
-    """Upgrade a database, seed its price book and note both in the audit log."""
+    """Upgrade a database, seed its price book and note both in the audit log. Raises CommandError during a backup."""
     from sqlalchemy.orm import Session
 
     from batchsvc.audit.actions import Action
@@ -77,6 +78,8 @@ def bring_up(url: str, before: Schema) -> None:
     from batchsvc.db.migrate import upgrade
     from batchsvc.db.session import Database
 
+    if before.pending and not url.startswith("sqlite"):
+        _refuse_backup(url)
     upgrade(url)
 
     def settle(session: Session) -> None:
@@ -90,6 +93,30 @@ def bring_up(url: str, before: Schema) -> None:
         database.run(settle)
     finally:
         database.dispose()
+
+
+def _refuse_backup(url: str) -> None:
+    """A backup reads all tables of PostgreSQL in one transaction: a migration would wait for it, and all others behind
+    the migration."""
+    from batchsvc.batches import collection_queries
+    from batchsvc.batches.tables import CollectionLock
+    from batchsvc.db.session import Database
+    from batchsvc.db.snapshot import tables_of
+
+    database = Database(url)
+    try:
+        with database.reading() as session:
+            if CollectionLock.__tablename__ not in tables_of(session.connection()):
+                return  # a schema that knows no holds, or none
+            held = collection_queries.holds(session)
+    finally:
+        database.dispose()
+    if held:
+        until = datetime.fromtimestamp(held[-1].until_ms / 1000, UTC).strftime("%H:%M:%S")
+        raise CommandError(
+            f"{held[-1].reason.capitalize()} is being made: upgrade when it has ended (if it was killed, after {until} "
+            "UTC, when it ceases to count)."
+        )
 
 
 def _told(schema: Schema) -> str:

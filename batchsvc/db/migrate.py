@@ -1,7 +1,9 @@
 """Brings a database to the schema of this version; several processes may try at once, one does it.
 
-The whole upgrade is one transaction: PostgreSQL holds an advisory lock in it, SQLite its only write lock, so the
-others wait and then find nothing to do. `python -m batchsvc.db.migrate` migrates DATABASE_URL.
+On SQLite the whole upgrade is one transaction, which has the only write lock; the others wait and then find nothing
+to do. On PostgreSQL each migration is a transaction that holds an advisory lock (all are one where the database was
+empty). There a statement that changes a table waits for whoever uses that, and all others wait behind it: so it gives
+up after moments, lets them pass, and tries again. `python -m batchsvc.db.migrate` migrates DATABASE_URL.
 
 A process that starts asks `require_current`. It refuses a schema newer than this version, because an old process would
 write rows that the new one doesn't expect, and an older one, which lacks columns: an operator upgrades a database that
@@ -13,6 +15,7 @@ are replaced. No database is downgraded: the way back is the backup that was mad
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -29,6 +32,9 @@ from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings, SettingsError
 
 _LOCK = 0x6261746368737663  # "batchsvc": the key of PostgreSQL's advisory lock
+
+_PATIENCE_MS, _PAUSE_S, _TRIES = 2_000, 3.0, 40  # of a migration that waits for a table
+_LOCKED = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
 
 _LOCATION = str(files("migrations")).replace("%", "%%")
 
@@ -107,19 +113,54 @@ def upgrade_to(database_url: str, revision: str) -> None:
         # a table that alembic copies is dropped, which would cascade to the rows that refer to it
         event.listen(database.engine, "connect", _foreign_keys_off)
     try:
+        if not database.is_sqlite:
+            while _step(database, revision):
+                pass
+            return
         with database.engine.begin() as connection:
-            if not database.is_sqlite:
-                connection.execute(text("SET LOCAL lock_timeout = 0"))
-                connection.execute(text("SET LOCAL statement_timeout = 0"))
-                connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
-            config = _config(connection)
-            _schema(connection, config).refuse_newer()
-            command.upgrade(config, revision)
+            upgrade_within(connection, revision)
     except OperationalError as error:
         raise _silent(error) from error
     finally:
         database.dispose()
+
+
+def upgrade_within(connection: Connection, revision: str) -> None:
+    """Migrate up to a revision as a part of the caller's transaction. Raises SchemaError as `upgrade` does."""
+    config = _config(connection)
+    _schema(connection, config).refuse_newer()
+    command.upgrade(config, revision)
+
+
+def _step(database: Database, revision: str) -> bool:
+    """One migration of PostgreSQL in one transaction, all of them if the database is empty. False: none was left."""
+    for left in reversed(range(_TRIES)):
+        try:
+            with database.engine.begin() as connection:
+                for limit in ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout"):
+                    connection.execute(text(f"SET LOCAL {limit} = 0"))
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+                config = _config(connection)
+                schema = _schema(connection, config)
+                schema.refuse_newer()
+                pending = list(schema.pending or ())
+                if revision != "head":
+                    pending = pending[: pending.index(revision) + 1] if revision in pending else []
+                if not pending:
+                    return False
+                connection.execute(text(f"SET LOCAL lock_timeout = {_PATIENCE_MS}"))
+                command.upgrade(config, pending[-1] if schema.found is None else pending[0])
+                return True
+        except OperationalError as error:
+            if getattr(error.orig, "sqlstate", None) not in _LOCKED:
+                raise
+            if not left:
+                raise UnavailableError(
+                    "The database wasn't upgraded to the end: somebody has used a table in one long transaction (a "
+                    "pg_dump, or a psql that is left open?). End that (see pg_stat_activity), and try again."
+                ) from error
+        time.sleep(_PAUSE_S)
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def current(database_url: str) -> str | None:

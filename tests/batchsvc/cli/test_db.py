@@ -14,11 +14,13 @@ from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from batchsvc.audit.tables import AuditRow
+from batchsvc.batches.collection_queries import hold_collection, release_collection
 from batchsvc.cli.app import app
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.db import migrate
 from batchsvc.db.migrate import SchemaError
 from batchsvc.db.session import Database
+from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.stack.datadir import DataDir, InUseError
 
@@ -54,6 +56,66 @@ def test_an_upgrade_is_announced_made_and_noted(command: Callable[..., Result], 
     with database.reading() as session:
         row = session.query(AuditRow).filter_by(action="database.upgraded").one()
         assert row.details == {"from": OLD, "to": head}
+    database.dispose()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_no_upgrade_during_a_backup(command: Callable[..., Result], settings: Settings) -> None:
+    migrate.upgrade_to(settings.database_url, "0014")
+    database = Database(settings.database_url)
+    database.run(lambda session: hold_collection(session, "backup:x", reason="a backup", hold_s=60))
+    for words in (("db", "upgrade", "--from-env"), ("migrate",)):
+        refused = command(*words)
+        assert isinstance(refused.exception, CommandError), refused.exception
+        assert refused.exception.message.startswith("A backup is being made: upgrade when it has ended")
+    assert migrate.current(settings.database_url) == "0014"
+    database.run(lambda session: release_collection(session, "backup:x"))
+    assert command("db", "upgrade", "--from-env").exit_code == Exit.OK
+    database.dispose()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_an_upgrade_lets_others_pass_while_it_waits_for_a_table(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads a table for long holds up the migration, and the migration nobody: it asks again and again."""
+    monkeypatch.setattr(migrate, "_PATIENCE_MS", 50)
+    migrate.upgrade_to(settings.database_url, "0010")
+    database = Database(settings.database_url)
+    pauses: list[float] = []
+
+    def pass_by(pause_s: float) -> None:
+        pauses.append(pause_s)
+        with database.reading() as other:
+            other.execute(text("SET LOCAL lock_timeout = '1s'"))
+            other.execute(text("SELECT 1 FROM batches")).all()
+        if len(pauses) == 2:
+            reader.rollback()
+
+    monkeypatch.setattr(migrate.time, "sleep", pass_by)
+    with database.engine.connect() as reader:
+        for table in ("projects", "batches", "units", "parts"):
+            reader.execute(text(f"SELECT 1 FROM {table}")).all()
+        migrate.upgrade(settings.database_url)
+        assert len(pauses) == 2
+        migrate.require_current(settings.database_url)
+    database.dispose()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_an_upgrade_that_never_gets_a_table_says_so(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrate, "_PATIENCE_MS", 20)
+    monkeypatch.setattr(migrate, "_TRIES", 2)
+    monkeypatch.setattr(migrate, "_PAUSE_S", 0.0)
+    migrate.upgrade_to(settings.database_url, "0010")
+    database = Database(settings.database_url)
+    with database.engine.connect() as reader:
+        for table in ("projects", "batches", "units", "parts"):
+            reader.execute(text(f"SELECT 1 FROM {table}")).all()
+        with pytest.raises(UnavailableError, match=r"one long transaction .* try again"):
+            migrate.upgrade(settings.database_url)
+    migrate.upgrade(settings.database_url)
+    migrate.require_current(settings.database_url)
     database.dispose()
 
 

@@ -47,6 +47,7 @@ ALLOWED: dict[Status, frozenset[Status]] = {
     Status.CANCELLED: frozenset(),
 }
 TERMINAL = frozenset(status for status, moves in ALLOWED.items() if not moves)
+UNFINISHED = frozenset(ALLOWED) - TERMINAL  # SQL asks for these: ix_batches_status can't serve NOT IN
 
 # when a batch entered a status; the end has one column, because there is only one end
 _STAMPS = {

@@ -8,7 +8,7 @@ from batchsvc.accounts import service as accounts
 from batchsvc.accounts.limits import Limits
 from batchsvc.accounts.service import Caller
 from batchsvc.batches import queries
-from batchsvc.batches.lifecycle import TERMINAL
+from batchsvc.batches.lifecycle import UNFINISHED
 from batchsvc.errors import LimitError
 
 _RETRY_AFTER_S = 60
@@ -25,7 +25,7 @@ def check(session: Session, caller: Caller, default: Limits) -> None:
     for owner, limit, key_id in (("project", of_project, None), ("API key", of_key, caller.api_key_id)):
         if limit is None:
             continue
-        num_open = queries.num_open(session, caller.project_id, key_id, [str(status) for status in TERMINAL])
+        num_open = queries.num_open(session, caller.project_id, key_id, UNFINISHED)
         if num_open >= limit:
             raise LimitError(
                 f"The {owner} has {num_open:,} unfinished batches, and may have {limit:,}: try again when one has "

@@ -130,9 +130,10 @@ def batches_by_status(session: Session) -> dict[str, int]:
     return _counts(session, select(Batch.status, func.count()).group_by(Batch.status))
 
 
-def num_open(session: Session, project_id: str, api_key_id: str | None, ended: Collection[str]) -> int:
-    """Batches of a project, or of one of its keys, whose status is none of these."""
-    found = select(func.count()).where(Batch.project_id == project_id, Batch.status.not_in(ended))
+def num_open(session: Session, project_id: str, api_key_id: str | None, statuses: Collection[str]) -> int:
+    """Batches of a project, or of one of its keys, in these statuses. Served by ix_batches_status or, of a small
+    project, by ix_batches_listing."""
+    found = select(func.count()).where(Batch.project_id == project_id, Batch.status.in_(statuses))
     return session.scalar(found if api_key_id is None else found.where(Batch.api_key_id == api_key_id)) or 0
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import hold_queries, model_pins, waiting, worker_queries
-from batchsvc.batches.lifecycle import TERMINAL, Status
+from batchsvc.batches.lifecycle import UNFINISHED, Status
 from batchsvc.batches.offpeak import Night
 from batchsvc.batches.stuck import Facts, Holder
 from batchsvc.batches.tables import Batch, ClaimHold, Part, Unit, Worker
@@ -33,7 +33,7 @@ class _Units:
 
 def unfinished(session: Session) -> list[Batch]:
     """The oldest batches that haven't ended, of all projects. Served by ix_batches_status."""
-    found = select(Batch).where(Batch.status.not_in(TERMINAL)).order_by(Batch.created_ms, Batch.id)
+    found = select(Batch).where(Batch.status.in_(UNFINISHED)).order_by(Batch.created_ms, Batch.id)
     return list(session.scalars(found.limit(_MOST)))
 
 

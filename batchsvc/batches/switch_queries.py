@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import claim_queries, hold_queries, worker_queries
-from batchsvc.batches.lifecycle import TERMINAL
+from batchsvc.batches.lifecycle import UNFINISHED
 from batchsvc.batches.model_switch import ASSUMED_SWAP_S, Choice, Queue, Seat, next_model
 from batchsvc.batches.tables import Batch, Model, ServedModel, Unit, Worker
 from batchsvc.db.session import database_now_ms
@@ -97,7 +97,7 @@ def unfinished(session: Session, digest: str, most: int) -> list[str]:
     those whose units name it."""
     of_units = select(Unit.batch_id).where(Unit.model_digest == digest, Unit.state.in_(("pending", "ready", "leased")))
     needs = or_(Batch.model_digest == digest, Batch.id.in_(of_units))
-    found = select(Batch.id).where(Batch.status.not_in(TERMINAL), needs).order_by(Batch.created_ms, Batch.id)
+    found = select(Batch.id).where(Batch.status.in_(UNFINISHED), needs).order_by(Batch.created_ms, Batch.id)
     return list(session.scalars(found.limit(most)))
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event, insert, text
 
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import lifecycle
-from batchsvc.batches.lifecycle import ALLOWED, TERMINAL, Status
+from batchsvc.batches import lifecycle, queries, stuck_queries, switch_queries
+from batchsvc.batches.lifecycle import ALLOWED, TERMINAL, UNFINISHED, Status
 from batchsvc.batches.tables import Batch
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
@@ -86,3 +87,30 @@ def test_a_fence_that_moved_on_refuses(database: Database) -> None:
         assert (row.status, row.total, row.in_progress_ms) == ("in_progress", 9, 5)
         assert not move(session, "batch_nope", Status.FAILED, now_ms=5)
         session.rollback()
+
+
+def test_unfinished_batches_are_found_by_their_index(migrated_url: str) -> None:
+    """However many have ended: they stay for ever."""
+    db, asked = Database(migrated_url), []
+    with db.transaction() as session:
+        project = accounts.create_project(session, "p").id
+        row = {"project_id": project, "api_key_id": "k", "endpoint": "/v1/chat/completions", "input_file_id": "file-x"}
+        row |= {"completion_window": "24h", "tier": "batch_24h", "expires_ms": 2, "price_version": 1}
+        ended = [{**row, "id": f"batch_{no}", "created_ms": no, "status": Status.COMPLETED} for no in range(3_000)]
+        session.execute(insert(Batch), [*ended, {**row, "id": "b", "created_ms": 1, "status": Status.IN_PROGRESS}])
+        if not db.is_sqlite:  # whose statistics, which nothing of ours makes, don't know how rare a status is
+            session.execute(text("ANALYZE"))
+    event.listen(db.engine, "before_cursor_execute", lambda *given: asked.append(given[2:4]))
+    with db.reading() as session:
+        assert [queries.num_open(session, project, key, UNFINISHED) for key in (None, "k", "other")] == [1, 1, 0]
+        assert [batch.id for batch in stuck_queries.unfinished(session)] == ["b"]
+        assert switch_queries.unfinished(session, "d", 5) == []
+    explain = "EXPLAIN QUERY PLAN" if db.is_sqlite else "EXPLAIN"
+    questions = [(statement, given) for statement, given in asked if "FROM batches" in statement]
+    assert len(questions) == 5
+    with db.reading() as session:
+        for statement, given in questions:
+            plan = str(session.connection().exec_driver_sql(f"{explain} {statement}", given).all())
+            is_of_project = db.is_sqlite and "ix_batches_listing" in plan
+            assert "ix_batches_status" in plan or is_of_project, plan
+    db.dispose()

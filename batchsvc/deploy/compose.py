@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from batchsvc.deploy import images
-from batchsvc.deploy.plan import API_DRAIN_S, S3_PORT, SECRET_SETTINGS, SIGNALS_PORT, Plan
+from batchsvc.deploy.plan import API_DRAIN_S, MIGRATE_WAIT_S, S3_PORT, SECRET_SETTINGS, SIGNALS_PORT, Plan
+from batchsvc.deploy.probe import TIMEOUT_S
 
 _SECRETS = "/run/secrets"
 _CACHE = "/var/lib/batchsvc"
+_LOADS_S = 3600  # an engine pulls its model, and loads it
 
 
 def compose_file(plan: Plan) -> str:
@@ -22,9 +24,11 @@ def compose_file(plan: Plan) -> str:
     services: dict[str, Any] = {name: _DATA[name](plan) for name in plan.services}
     for name in services:
         services[name] |= _hardened() | {"restart": "unless-stopped"}
+    if "s3" in plan.services:
+        services["s3-owner"] = _s3_owner()
     waits: dict[str, Any] = {name: {"condition": "service_healthy"} for name in plan.services}
     migrated = {"migrate": {"condition": "service_completed_successfully"}}
-    services["migrate"] = _ours(plan, ["migrate"], waits) | {"restart": "on-failure"}
+    services["migrate"] = _ours(plan, ["migrate", "--wait", str(MIGRATE_WAIT_S)], waits) | {"restart": "on-failure"}
     api = {"BATCHSVC_HOST": "0.0.0.0"}  # noqa: S104  of the container
     services["api"] = _ours(plan, ["serve", "api"], waits | migrated, api) | {
         "ports": [f"127.0.0.1:{plan.api_port}:{plan.api_port}"],
@@ -38,7 +42,7 @@ def compose_file(plan: Plan) -> str:
         "mem_limit": "8g",
     }
     engine = _ours(plan, ["serve", "engine"], waits | migrated, _signals()) | {
-        "healthcheck": _probe(SIGNALS_PORT),
+        "healthcheck": _probe(SIGNALS_PORT, start_s=_LOADS_S),
         "stop_grace_period": f"{plan.stop_s:g}s",
     }
     if plan.device == "cuda":  # a service for each GPU: replicas of one would all see the same
@@ -76,7 +80,8 @@ def _postgres(_plan: Plan) -> dict[str, Any]:
         "shm_size": "256m",
         "stop_signal": "SIGINT",
         "stop_grace_period": "120s",
-        "healthcheck": _health(["CMD", "pg_isready", "-q", "-U", "batchsvc"]),
+        # by TCP: on its socket the image's own server answers too, which is there only to make the database
+        "healthcheck": _health(["CMD", "pg_isready", "-q", "-h", "127.0.0.1", "-U", "batchsvc"]),
     }
 
 
@@ -99,6 +104,7 @@ def _s3(_plan: Plan) -> dict[str, Any]:
     return {
         "image": images.SEAWEEDFS,
         "user": f"{images.UID}:{images.UID}",
+        "depends_on": {"s3-owner": {"condition": "service_completed_successfully"}},
         "working_dir": "/data",
         "command": [
             *("server", "-dir=/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-s3.ip.bind=0.0.0.0"),
@@ -112,6 +118,21 @@ def _s3(_plan: Plan) -> dict[str, Any]:
         "tmpfs": ["/tmp"],  # noqa: S108  in the container
         "stop_grace_period": "60s",
         "healthcheck": _health(["CMD", "wget", "-q", "-O", "/dev/null", f"http://127.0.0.1:{S3_PORT}/healthz"]),
+    }
+
+
+def _s3_owner() -> dict[str, Any]:
+    """Gives the volume to the user of `s3` and ends: the image has its folder as root's, and so has a fresh volume."""
+    return {
+        "image": images.SEAWEEDFS,
+        "user": "0:0",
+        "entrypoint": ["chown", "-R", f"{images.UID}:{images.UID}", "/data"],
+        "command": [],
+        "network_mode": "none",
+        "volumes": ["s3:/data"],
+        **_hardened(),
+        "cap_add": ["CHOWN", "DAC_OVERRIDE"],  # the second, to look into what is another user's already
+        "restart": "on-failure",
     }
 
 
@@ -152,10 +173,16 @@ def _signals() -> dict[str, str]:
     return {"BATCHSVC_SIGNALS_HOST": "0.0.0.0", "BATCHSVC_SIGNALS_PORT": str(SIGNALS_PORT)}  # noqa: S104
 
 
-def _probe(port: int) -> dict[str, Any]:
+def _probe(port: int, *, start_s: int = 60) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}/readyz"
-    return _health(["CMD", "python", "-P", "-m", "batchsvc.deploy.probe", url], start_s=60)
+    return _health(["CMD", "python", "-P", "-m", "batchsvc.deploy.probe", url], start_s=start_s)
 
 
 def _health(test: list[str], *, start_s: int = 30) -> dict[str, Any]:
-    return {"test": test, "interval": "10s", "timeout": "8s", "retries": 3, "start_period": f"{start_s}s"}
+    return {
+        "test": test,
+        "interval": "10s",
+        "timeout": f"{TIMEOUT_S + 4}s",
+        "retries": 3,
+        "start_period": f"{start_s}s",
+    }

@@ -15,6 +15,7 @@ import yaml
 from batchsvc.deploy import images
 from batchsvc.deploy.plan import (
     API_DRAIN_S,
+    MIGRATE_WAIT_S,
     POSTGRES_PORT,
     S3_PORT,
     SECRET_SETTINGS,
@@ -22,6 +23,7 @@ from batchsvc.deploy.plan import (
     VALKEY_PORT,
     Plan,
 )
+from batchsvc.deploy.probe import TIMEOUT_S
 
 _SECRETS = "/secrets"
 _HOME = "/var/lib/batchsvc"
@@ -142,7 +144,8 @@ def _postgres() -> tuple[dict[str, Any], int, list[str]]:
     container = _container(
         "postgres",
         images.POSTGRES,
-        args=["postgres", "-c", "max_connections=200", "-c", "unix_socket_directories=/tmp"],
+        # no flag may move the socket: the image starts a server with these flags to make the database, by the usual one
+        args=["postgres", "-c", "max_connections=200"],
         env=[{"name": name, "value": value} for name, value in env.items()],
         readinessProbe=probe,
         livenessProbe=probe | {"failureThreshold": 12},
@@ -212,13 +215,19 @@ def _ours(plan: Plan, name: str, command: list[str], **rest: Any) -> dict[str, A
 
 def migration_name(plan: Plan) -> str:
     """Another name for each image: a Job that has run can't be changed, only followed by another one."""
-    return "batchsvc-migrate-" + hashlib.sha256(repr((plan.image, plan.settings)).encode()).hexdigest()[:8]
+    return f"batchsvc-migrate-{_digest((plan.image, plan.settings))}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def _migration(plan: Plan) -> dict[str, Any]:
     name = migration_name(plan)
     resources = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
-    container = _ours(plan, "migrate", ["migrate"], resources=resources) | {"restartPolicy": "OnFailure"}
+    container = _ours(plan, "migrate", ["migrate", "--wait", str(MIGRATE_WAIT_S)], resources=resources) | {
+        "restartPolicy": "OnFailure"
+    }
     pod = _pod(name, container, user=images.UID, grace_s=60)
     spec = {"backoffLimit": 30, "ttlSecondsAfterFinished": 3600, "template": pod}
     return _made(plan, "batch/v1", "Job", name, spec=spec)
@@ -245,6 +254,9 @@ def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
         livenessProbe=_http("/livez", failures=6),
         **more,
     )
+    template = _pod(name, container, user=images.UID, grace_s=grace_s)
+    # pods read their settings at their start alone: other settings are another template, which is rolled out
+    template["metadata"]["annotations"] = {"batchsvc/settings": _digest(sorted(_settings(plan).items()))}
     strategy = {"maxUnavailable": 1, "maxSurge": 0} if role == "engine" else {"maxUnavailable": 0, "maxSurge": 1}
     return _made(
         plan,
@@ -255,7 +267,7 @@ def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
             "replicas": replicas,
             "selector": _selector(name),
             "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy},
-            "template": _pod(name, container, user=images.UID, grace_s=grace_s),
+            "template": template,
         },
     )
 
@@ -279,7 +291,7 @@ def _closed(plan: Plan, service: str) -> dict[str, Any]:
 
 def _http(path: str, *, failures: int) -> dict[str, Any]:
     where = {"path": path, "port": "main"}
-    return {"httpGet": where, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": failures}
+    return {"httpGet": where, "periodSeconds": 5, "timeoutSeconds": TIMEOUT_S, "failureThreshold": failures}
 
 
 def _exec(command: list[str]) -> dict[str, Any]:

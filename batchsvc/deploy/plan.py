@@ -19,6 +19,7 @@ Device = Literal["cpu", "cuda"]
 
 POSTGRES_PORT, VALKEY_PORT, S3_PORT, SIGNALS_PORT = 5432, 6379, 8333, 9100
 API_DRAIN_S = 20  # uvicorn lets calls end for 8 s
+MIGRATE_WAIT_S = 120  # for PostgreSQL; after that it is begun anew
 STOP_SPARE_S = 15.0  # beyond the grace: what is drained is written and given back before anyone kills
 MOST_WORKERS = 9  # of one host: the last digit of the ports of their signals
 
@@ -29,6 +30,17 @@ SECRET_SETTINGS = {
     "AWS_ACCESS_KEY_ID": "s3_access_key",
     "AWS_SECRET_ACCESS_KEY": "s3_secret_key",
     "BATCHSVC_SECRET_KEY": "secret_key",
+}
+# what other parts of the deployment go by too (probes, ports, times to stop), and where it is said for all of them
+_TOLD_ELSEWHERE = {
+    "BATCHSVC_MODEL": "say --model",
+    "BATCHSVC_BUCKET": "say --bucket",
+    "BATCHSVC_PORT": "say --port",
+    "BATCHSVC_DEVICE": "say --device",
+    "BATCHSVC_TERM_GRACE_S": "say --term-grace-s",
+    "BATCHSVC_TERM_GRACE": "say --term-grace-s",
+    "BATCHSVC_SIGNALS_PORT": "each process has one of its own, which is probed",
+    "BATCHSVC_WORKER_NAME": "each worker has one of its own",
 }
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?")
 _SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -90,6 +102,8 @@ class Plan:
                 raise PlanError(
                     f"--set can't take {name}: probes ask by HTTP here, and a proxy speaks TLS.", param="set"
                 )
+            if reason := _TOLD_ELSEWHERE.get(name.removesuffix("_FILE")):
+                raise PlanError(f"--set can't take {name}: {reason}.", param="set")
             if name in SECRET_SETTINGS:
                 raise PlanError(f"--set can't take {name}, which is a secret: it goes into a file.", param="set")
 

@@ -11,15 +11,15 @@ import time
 import urllib.error
 import urllib.request
 
+TIMEOUT_S = 8  # clearly longer than /readyz waits for the parts that it names
 _PAUSE_S = 0.5
-_TIMEOUT_S = 5.0
 
 
 def answers(url: str) -> bool:
     """Whether the URL answers 200 now."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=_TIMEOUT_S) as answer:
+        with opener.open(url, timeout=TIMEOUT_S) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError):  # URLError and HTTPError are OSErrors; ValueError: no URL
         return False

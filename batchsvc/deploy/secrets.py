@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from batchsvc.deploy.plan import POSTGRES_PORT, VALKEY_PORT, Plan, PlanError, authority
+from batchsvc.deploy.plan import POSTGRES_PORT, VALKEY_PORT, Plan, PlanError, Service, authority
 
 _PARTS = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
 _JWT = ("jwt.signing", "jwt.signing.read", "jwt.filer_signing", "jwt.filer_signing.read")
-OF_SERVICE = {  # files that only one data service reads, with the service
+OF_SERVICE: dict[str, Service] = {  # files that only one data service reads, with the service
     "postgres_password": "postgres",
     "valkey.conf": "valkey",
     "s3.json": "s3",

@@ -1,12 +1,12 @@
 """What is printed with a deployment: the folder that is written, and the commands that bring it up, in their order.
 
-Standard output is a shell script: run as it is, or read and typed. It holds no secret.
+Standard output is a shell script: run as it is, or read and typed, and again after any change. It holds no secret.
 """
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from batchsvc.deploy import compose, images, k8s
 from batchsvc.deploy.plan import Plan
@@ -28,16 +28,16 @@ def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = No
         login = ssh.replace("{host}", host.host)
         commands += [
             f"# {host.host}: {', '.join(host.units)}",
+            f"ssh {login} rm -rf {_UPLOADED}",  # of a run that ended early: scp would copy into it
             f"scp -qr {shlex.quote(str(place))} {login}:{_UPLOADED}",
-            f"ssh {login} sh {_UPLOADED}/setup.sh",
+            f"ssh {login} 'sh {_UPLOADED}/setup.sh && rm -rf {_UPLOADED}'",  # secrets lie in it
         ]
     here = f"ssh {ssh.replace('{host}', plan.api_host)} {units.at(plan.paths.config, plan.api_host)}/here"
-    key = shlex.quote(str(folder / "secrets" / _ADMIN))
     return [
         *commands,
         "# the model that batches may name, and a key for whoever operates this",
         f"{here} models add {plan.model} --from-env",
-        f"(umask 077; {here} keys create ops --admin --from-env > {key})",
+        _admin_key(here, folder),
     ]
 
 
@@ -45,16 +45,19 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
     """Write compose.yaml, Dockerfile and secrets; returns the commands."""
     made(plan, folder / "secrets", database="postgres", queue="valkey")
     for name in (folder / "secrets").iterdir():  # compose mounts them as they are, and the containers are no root
-        name.chmod(0o444)
+        if name.name != _ADMIN:
+            name.chmod(0o444)
     _write(folder / "compose.yaml", compose.compose_file(plan))
-    _write(folder / "Dockerfile", images.dockerfile(plan))
+    for file, text in images.files(plan).items():
+        _write(folder / file, text)
     docker = f"docker compose -f {shlex.quote(str(folder / 'compose.yaml'))}"
     run = f"{docker} exec -T api batchsvc"
     return [
         f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
-        f"{docker} up --detach --wait",
+        f"{docker} up --detach --wait api control",  # what they need comes with them
+        f"{docker} up --detach",  # engines, which may pull their model for long
         f"{run} models add {plan.model} --from-env",
-        f"(umask 077; {run} keys create ops --admin --from-env > {shlex.quote(str(folder / 'secrets' / _ADMIN))})",
+        _admin_key(run, folder),
     ]
 
 
@@ -62,38 +65,47 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
     """Write the manifests, Dockerfile and secrets; returns the commands."""
     secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
     _write(folder / "batchsvc.yaml", k8s.manifests(plan))
-    _write(folder / "Dockerfile", images.dockerfile(plan))
+    for file, text in images.files(plan).items():
+        _write(folder / file, text)
     kubectl, path = f"kubectl -n {plan.namespace}", shlex.quote(str(folder / "batchsvc.yaml"))
     sources = " ".join(f"--from-file={shlex.quote(str(file))}" for name, file in secrets.items() if name != _ADMIN)
     run = f"{kubectl} exec deploy/batchsvc-api -- batchsvc"
     return [
         f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
         f"docker push {plan.image}",
-        f"kubectl create namespace {plan.namespace}",
-        f"{kubectl} create secret generic batchsvc {sources}",
+        # not by `apply`: without the labels of the manifest it would take them away
+        f"kubectl get namespace {plan.namespace} >/dev/null 2>&1 || kubectl create namespace {plan.namespace}",
+        f"{kubectl} create secret generic batchsvc {sources} --dry-run=client -o yaml | {kubectl} apply -f -",
         f"kubectl apply -f {path}",
         f"{kubectl} wait --for=condition=complete job/{k8s.migration_name(plan)} --timeout=300s",
         f"{kubectl} rollout status deploy/batchsvc-api --timeout=300s",
         f"{run} models add {plan.model} --from-env",
-        f"(umask 077; {run} keys create ops --admin --from-env > {shlex.quote(str(folder / 'secrets' / _ADMIN))})",
+        _admin_key(run, folder),
     ]
 
 
+def _admin_key(program: str, folder: Path) -> str:
+    """Makes a key where none was made yet: an older one would stay valid, and nobody would have it."""
+    key = shlex.quote(str(folder / "secrets" / _ADMIN))
+    return f"[ -s {key} ] || (umask 077; {program} keys create ops --admin --from-env > {key})"
+
+
 def setup_script(plan: Plan, host: HostSetup, *, wheel: str | None = None) -> str:
-    """What puts a host's files in place and starts its units; it may be run again."""
+    """What puts a host's files in place and starts its units; run again, it restarts those whose files changed."""
     state, config = (Systemd(plan).at(path, host.host) for path in (plan.paths.state, plan.paths.config))
     program = Systemd(plan).at(plan.paths.program, host.host)
     installed = _venv(program, wheel)
     data = " ".join(f"{state}/{unit.split('-')[1].split('.')[0]}" for unit in host.units if _is_data(unit))
     lines = [
         "#!/bin/sh",
-        "# Puts this host's files in place and starts its units; may be run again.",
+        "# Puts this host's files in place, and (re)starts the units that don't run or whose files changed.",
         "set -eu",
         'cd "$(dirname "$0")"',
         f"id -u {plan.user} >/dev/null 2>&1 || "
         f"useradd --system --user-group --home-dir {state} --shell /usr/sbin/nologin {plan.user}",
         *installed,
         f"install -d -m 0755 {config}",
+        f"install -d -m 0700 {config}/applied",
         f"install -d -m 0700 -o {plan.user} {config}/secrets",
         f"install -d -m 0700 -o {plan.user} {state} {data}".rstrip(),
     ]
@@ -108,10 +120,45 @@ def setup_script(plan: Plan, host: HostSetup, *, wheel: str | None = None) -> st
             "sysctl --system >/dev/null 2>&1 || echo 'The kernel settings of 90-batchsvc.conf are not in force.' >&2",
             "systemctl daemon-reload",
             f"systemctl enable --quiet {units}",
-            f"systemctl restart {units}",
+            *_restarts(host, config, program),
             "",
         ]
     )
+
+
+_CHECK = """\
+check() { # UNIT FILE...: it is due if it doesn't run, or was last started with other files
+  unit=$1; shift
+  cat "$@" | sha256sum > "$applied/$unit.new"
+  [ "$(cat "$applied/$unit.new")" = "$(cat "$applied/$unit" 2>/dev/null)" ] &&
+    systemctl is-active --quiet "$unit" || due="$due $unit"
+}
+restart() {
+  systemctl restart "$@"
+  for unit in "$@"; do mv "$applied/$unit.new" "$applied/$unit"; done
+}"""
+
+
+def _restarts(host: HostSetup, config: str, program: str) -> list[str]:
+    """Restarts only what must be: a changed setting is no reason to stop PostgreSQL, and engines go one by one."""
+    installed = PurePosixPath(program).parent.parent / "lib/python*/site-packages/batchsvc-*.dist-info/RECORD"
+
+    def check(unit: str) -> str:
+        ours = [] if _is_data(unit) else ["$version"]
+        return " ".join(["check", unit, *host.read_by(unit), *ours])
+
+    engines = [unit for unit in host.units if "@" in unit]
+    return [
+        f"applied={config}/applied",
+        f"version=$(ls {installed} 2>/dev/null || true)",  # has a checksum of each file of our program
+        _CHECK,
+        "due=",
+        *(check(unit) for unit in host.units if unit not in engines),
+        '[ -z "$due" ] || restart $due',
+        "due=",
+        *(check(unit) for unit in engines),
+        'for one in $due; do restart "$one"; done',
+    ]
 
 
 def _venv(program: str, wheel: str | None) -> list[str]:

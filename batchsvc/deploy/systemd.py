@@ -6,14 +6,17 @@ file. It is restarted for ever, with a pause; a stop waits longer than the proce
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from batchsvc.deploy.plan import (
     API_DRAIN_S,
+    MIGRATE_WAIT_S,
     POSTGRES_PORT,
     S3_PORT,
+    SERVICES,
     SIGNALS_PORT,
     VALKEY_PORT,
     Plan,
@@ -22,6 +25,8 @@ from batchsvc.deploy.plan import (
 from batchsvc.deploy.secrets import OF_SERVICE
 
 Section = list[tuple[str, str]]
+
+_OURS = "ours"
 
 _HARDENING: Section = [
     ("NoNewPrivileges", "yes"),
@@ -60,15 +65,20 @@ net.core.somaxconn = 4096
 """
 
 
+_DATA_UNITS = {service: f"batchsvc-{service}.service" for service in SERVICES}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFile:
-    """A file of one host: its contents, or those of the secret of this name. `is_private`: it is our user's alone."""
+    """A file of one host: its contents, or those of the secret of this name. `is_private`: it is our user's alone.
+    `reader`: the unit that reads it (of a template without an instance), "ours" for all but the data services."""
 
     path: str
     text: str = ""
     secret: str = ""
     mode: int = 0o644
     is_private: bool = False
+    reader: str = ""
 
     @property
     def name(self) -> str:
@@ -83,6 +93,12 @@ class HostSetup:
     host: str
     files: tuple[HostFile, ...]
     units: tuple[str, ...]
+
+    def read_by(self, unit: str) -> list[str]:
+        """Paths of the files that a unit has to be restarted for when they change."""
+        template = re.sub(r"@\d+", "@", unit)
+        readers = {template} if unit in _DATA_UNITS.values() else {template, _OURS}
+        return [file.path for file in self.files if file.reader in readers]
 
 
 class Systemd:
@@ -107,23 +123,33 @@ class Systemd:
         secrets: set[str] = set()
         if host == plan.data_host:
             for service in plan.services:
-                files += self._data_service(service, host)
-                started.append(f"batchsvc-{service}.service")
+                unit = _DATA_UNITS[service]
+                files += [replace(file, reader=unit) for file in self._data_service(service, host)]
+                started.append(unit)
                 secrets |= {name for name, owner in OF_SERVICE.items() if owner == service}
         is_api, is_worker = host == plan.api_host, host in plan.worker_hosts
         if is_api or is_worker:
             secrets |= {"database_url", "redis_url", "s3_access_key", "s3_secret_key", "secret_key"}
-            files.append(HostFile(path=f"{config}/batchsvc.env", text=self._env(host)))
+            files.append(HostFile(path=f"{config}/batchsvc.env", text=self._env(host), reader=_OURS))
             files.append(HostFile(path=f"{config}/here", text=self._here(host), mode=0o755))
         if is_api:
-            files += [HostFile(path=f"{units}/{name}", text=text) for name, text in self._api_units(host).items()]
+            files += [
+                HostFile(path=f"{units}/{name}", text=text, reader=name) for name, text in self._api_units(host).items()
+            ]
             started += ["batchsvc-migrate.service", "batchsvc-api.service", "batchsvc-control.service"]
         if is_worker:
-            files.append(HostFile(path=f"{units}/batchsvc-engine@.service", text=self._engine_unit(host)))
+            name = "batchsvc-engine@.service"
+            files.append(HostFile(path=f"{units}/{name}", text=self._engine_unit(host), reader=name))
             started += [f"batchsvc-engine@{number}.service" for number in range(plan.workers)]
         files.append(HostFile(path=f"{config}/90-batchsvc.conf", text=_SYSCTL))
         files += [
-            HostFile(path=f"{config}/secrets/{name}", secret=name, mode=0o400, is_private=True)
+            HostFile(
+                path=f"{config}/secrets/{name}",
+                secret=name,
+                mode=0o400,
+                is_private=True,
+                reader=_DATA_UNITS[OF_SERVICE[name]] if name in OF_SERVICE else _OURS,
+            )
             for name in sorted(secrets)
         ]
         return HostSetup(host=host, files=tuple(files), units=tuple(started))
@@ -162,7 +188,8 @@ exec {self.at(plan.paths.program, host)} "$@"
         plan = self._plan
         program = self.at(plan.paths.program, host)
         after = ["batchsvc-migrate.service"]
-        needs = [("Requires", "batchsvc-migrate.service")]
+        # not Requires: what that keeps down, nothing starts later. API and control refuse an old schema and try again
+        wants = [("Wants", "batchsvc-migrate.service")]
         local = [f"batchsvc-{service}.service" for service in plan.services] if host == plan.data_host else []
         migrate = self._unit(
             "batchsvc: schema and prices",
@@ -171,8 +198,10 @@ exec {self.at(plan.paths.program, host)} "$@"
                 ("Type", "oneshot"),
                 ("RemainAfterExit", "yes"),
                 *self._ours(host),
-                ("ExecStart", f"{program} migrate"),
+                ("ExecStart", f"{program} migrate --wait {MIGRATE_WAIT_S}"),
                 ("TimeoutStartSec", "infinity"),
+                ("Restart", "on-failure"),
+                ("RestartSec", "5"),
                 *_HARDENING,
                 *_CLOSED_DEVICES,
             ],
@@ -180,7 +209,7 @@ exec {self.at(plan.paths.program, host)} "$@"
         api = self._unit(
             "batchsvc: API",
             after=after,
-            needs=needs,
+            wants=wants,
             service=[
                 *self._serving(host, "api", stop_s=API_DRAIN_S),
                 self._ready(host, plan.api_port),
@@ -194,7 +223,7 @@ exec {self.at(plan.paths.program, host)} "$@"
         control = self._unit(
             "batchsvc: planner, finalizer and reaper",
             after=after,
-            needs=needs,
+            wants=wants,
             service=[
                 ("Environment", f"BATCHSVC_SIGNALS_PORT={SIGNALS_PORT}"),
                 *self._serving(host, "control", stop_s=plan.stop_s),
@@ -337,13 +366,13 @@ fi
             "tcp_keepalives_interval = 10\ntcp_keepalives_count = 3\n"
         )
 
-    def _unit(self, title: str, *, after: Iterable[str] = (), needs: Section | None = None, service: Section) -> str:
+    def _unit(self, title: str, *, after: Iterable[str] = (), wants: Section | None = None, service: Section) -> str:
         waits = " ".join(["network-online.target", "time-sync.target", *after])
         unit: Section = [
             ("Description", title),
             ("Wants", "network-online.target"),
             ("After", waits),
-            *(needs or []),
+            *(wants or []),
             ("StartLimitIntervalSec", "0"),
         ]
         return _written({"Unit": unit, "Service": service, "Install": [("WantedBy", "multi-user.target")]})

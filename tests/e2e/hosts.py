@@ -33,14 +33,19 @@ exec @ENTER@ sh -c "$*"
 _SCP = """\
 #!/bin/sh
 host=${3#*@}; host=${host%%:*}
-rm -rf "@BASE@/$host/${3#*:}"
 cp -r "$2" "@BASE@/$host/${3#*:}"
 """
 _SYSTEMCTL = """\
 #!/bin/sh
 verb=$1; shift
-[ "$verb" = restart ] || exit 0
-for unit in "$@"; do "@PYTHON@" "@RUNNER@" start "$unit" || exit 1; done
+case $verb in
+is-active) exec "@PYTHON@" "@RUNNER@" is-active "$2" ;;
+restart)
+  for unit in "$@"; do
+    echo "$unit" >> "$TEST_HOST_DIR/restarted"
+    "@PYTHON@" "@RUNNER@" start "$unit" || exit 1
+  done ;;
+esac
 """
 # the unit runner decides whether that user can read our code; who logged in does as it does
 _RUNUSER = """\
@@ -94,6 +99,15 @@ class Hosts:
     def on(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
         """A command on a host, as someone who logged in."""
         return self.run(f"ssh root@{host} {command}")
+
+    def restarted(self) -> dict[str, list[str]]:
+        """Units of each host that were (re)started since this was last asked."""
+        found = {}
+        for name in self.names:
+            path = self.base / name / "restarted"
+            found[name] = path.read_text().split() if path.exists() else []
+            path.write_text("")
+        return found
 
     def link(self, host: str, *, is_up: bool) -> None:
         """Pull the host's network cable, or put it in again."""

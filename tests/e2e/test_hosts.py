@@ -30,23 +30,33 @@ class Deployed:
     def __init__(self, made: Hosts, cli: CommandLine, *, speed: int) -> None:
         self.hosts = made
         self.model = str(make_tiny_model(made.base / "tiny", context_tokens=2048))
-        values = {**SETTINGS, "BATCHSVC_FAKE_TOKENS_PER_S": str(speed)}
-        flags = [flag for name, value in values.items() for flag in ("--set", f"{name}={value}")]
-        printed = cli(
-            *("deploy", "systemd", "--to", made.base / "deploy", "--model", self.model, "--term-grace-s", "3"),
-            *(*made.flags(), *flags),
-        )
-        assert printed.code == 0, printed.err
-        self.secrets = {path.name: path.read_text().strip() for path in (made.base / "deploy" / "secrets").iterdir()}
-        assert not any(secret in printed.out + printed.err for secret in self.secrets.values())
-        done = made.run(printed.out)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{made.logs()}"
+        self._cli, self._flags = cli, made.flags()
+        self._values = {**SETTINGS, "BATCHSVC_FAKE_TOKENS_PER_S": str(speed)}
+        self.secrets: dict[str, str] = {}
+        self.bring_up()
         assert (made.base / "deploy" / "secrets" / "admin_key").stat().st_mode & 0o777 == 0o600
         api = made.names[1]
         key = made.on(api, f"{made.base}/{api}/etc/here keys create app --from-env")
         assert key.returncode == 0, key.stderr
         assert main([f"http://{api}:8080/readyz", "60"]) == 0, made.logs()
         self.client = openai.OpenAI(base_url=f"http://{api}:8080/v1", api_key=key.stdout.strip(), max_retries=10)
+
+    def bring_up(self, **changed: str) -> None:
+        """Deploy, the first time or again, with other settings or with the same."""
+        self._values |= changed
+        folder = self.hosts.base / "deploy"
+        flags = [flag for name, value in self._values.items() for flag in ("--set", f"{name}={value}")]
+        printed = self._cli(
+            *("deploy", "systemd", "--to", folder, "--model", self.model, "--term-grace-s", "3"),
+            *(*self._flags, *flags),
+        )
+        assert printed.code == 0, printed.err
+        self.secrets |= {path.name: path.read_text().strip() for path in (folder / "secrets").iterdir()}
+        assert not any(secret in printed.out + printed.err for secret in self.secrets.values())
+        done = self.hosts.run(printed.out)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.hosts.logs()}"
+        left = [name for name in self.hosts.names if (self.hosts.base / name / "batchsvc-deploy").exists()]
+        assert left == []  # with the secrets that lay there
 
     def close(self) -> None:
         self.client.close()
@@ -90,14 +100,24 @@ def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(
     rows = deployed.rows(batch)
     assert [row["custom_id"] for row in rows] == [f"r{number}" for number in range(40)]
     assert batch.usage.output_tokens == 320
-    api = loopback.names[1]
-    again = loopback.on(api, "sh batchsvc-deploy/setup.sh")
-    assert again.returncode == 0, again.stderr  # setup may be run again, over what runs
+    data, api, worker = loopback.names
+    key = loopback.base / "deploy" / "secrets" / "admin_key"
+    first = key.read_text()
+    assert "batchsvc-postgres.service" in loopback.restarted()[data]
+    (loopback.base / worker / "batchsvc-deploy").mkdir()  # as a run leaves it that ended early
+    deployed.bring_up(BATCHSVC_LEASE_S=str(LEASE_S + 1))  # over what runs
+    assert loopback.restarted() == {
+        data: [],  # none of its files changed
+        api: ["batchsvc-migrate.service", "batchsvc-api.service", "batchsvc-control.service"],
+        worker: ["batchsvc-engine@0.service"],
+    }
+    assert key.read_text() == first
+    assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
     assert deployed.rows(deployed.client.batches.retrieve(batch.id)) == rows
     shown = loopback.on(api, f"{loopback.base}/{api}/etc/here config show --from-env --json")
     told = {row["name"]: row for row in json.loads(shown.stdout)["settings"]}
     assert told["DATABASE_URL"]["source"] == "file"
-    assert told["BATCHSVC_LEASE_S"]["value"] == LEASE_S
+    assert told["BATCHSVC_LEASE_S"]["value"] == LEASE_S + 1
     kept = list(loopback.base.glob("*/run/*.log"))
     text = "".join(path.read_text(errors="replace") for path in kept) + shown.stdout
     assert not any(secret in text for secret in deployed.secrets.values())

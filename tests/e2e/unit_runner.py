@@ -1,4 +1,4 @@
-"""Plays systemd for one host of a test: `unit_runner.py start UNIT` and `unit_runner.py stop UNIT`, from the unit file.
+"""Plays systemd for one host of a test: `unit_runner.py start|stop|is-active UNIT`, from the unit file.
 
 What runs is the unit's own commands, in its own environment and as its user where that user may read our code; a
 process that fails is started again after RestartSec, one that is stopped gets its KillSignal and its TimeoutStopSec.
@@ -63,6 +63,7 @@ def start(name: str) -> None:
     run_to_end(unit, unit.commands("ExecStartPre"), log)
     if unit.one("Type") == "oneshot":
         run_to_end(unit, unit.commands("ExecStart"), log)
+        (RUN / f"{name}.done").touch()
         return
     with log.open("ab") as sink:
         watcher = subprocess.Popen(
@@ -118,6 +119,12 @@ def stop(name: str) -> None:
         return
 
 
+def is_active(name: str) -> None:
+    """Exits with 3 if it isn't, as systemctl does."""
+    if not any((RUN / f"{name}.{kind}").exists() for kind in ("pid", "done")):
+        sys.exit(3)
+
+
 if __name__ == "__main__":
     RUN.mkdir(exist_ok=True)
-    {"start": start, "stop": stop, "watch": watch}[sys.argv[1]](sys.argv[2])
+    {"start": start, "stop": stop, "watch": watch, "is-active": is_active}[sys.argv[1]](sys.argv[2])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from batchsvc.deploy import compose, images, k8s, steps
+from batchsvc import health
+from batchsvc.deploy import compose, images, k8s, probe, steps
 from batchsvc.deploy.plan import Device, Plan, Service
 from batchsvc.settings import Settings
 
@@ -49,6 +51,8 @@ def test_containers_are_no_root_can_gain_nothing_and_get_secrets_by_file(plan: P
     document = yaml.safe_load(compose.compose_file(plan))
     declared = set(document["secrets"])
     for name, service in document["services"].items():
+        if name == "s3-owner":
+            continue  # which is root for a moment: tested below
         assert not service["user"].startswith("0"), name
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
@@ -141,6 +145,48 @@ def test_another_image_has_another_migration() -> None:
     assert k8s.migration_name(Plan()) == k8s.migration_name(Plan())
 
 
+def test_other_settings_are_rolled_out_to_every_pod_that_reads_them() -> None:
+    """A pod reads its settings at its start alone."""
+
+    def templates(plan: Plan) -> dict[str, Any]:
+        kinds = [each for each in k8s.documents(plan) if each["kind"] in ("Deployment", "StatefulSet")]
+        return {each["metadata"]["name"]: each["spec"]["template"] for each in kinds}
+
+    before, after = templates(Plan()), templates(Plan(extra={"BATCHSVC_LEASE_S": "30"}))
+    assert {name for name in before if before[name] != after[name]} == {
+        f"batchsvc-{role}" for role in ("api", "control", "engine")
+    }
+    assert templates(Plan()) == before
+
+
+@pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
+def test_the_printed_commands_may_be_run_again(tmp_path: Path, write: Callable[[Plan, Path], list[str]]) -> None:
+    """Fakes of docker and kubectl refuse to make twice what is there; the admin key is made once, and stays closed."""
+    there, calls = tmp_path / "there", tmp_path / "calls"
+    fake = f"""#!/bin/sh
+echo "$0 $*" >> {calls}
+case "$*" in
+*"create secret"*--dry-run=client*) echo kind: Secret ;;
+*"get namespace"*) [ -e {there} ] ;;
+*"keys create"*) echo key-$(wc -l < {calls}) ;;
+*"create namespace"*|*"create secret"*) [ ! -e {there} ] && touch {there} ;;
+esac
+"""
+    for name in ("docker", "kubectl"):
+        (tmp_path / name).write_text(fake)
+        (tmp_path / name).chmod(0o755)
+    key = tmp_path / "to" / "secrets" / "admin_key"
+    seen = []
+    for _ in range(2):
+        script = "\n".join(["set -eu", *write(Plan(), tmp_path / "to")])
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        seen.append((key.read_text(), key.stat().st_mode & 0o777))
+    assert seen[0] == seen[1]
+    assert seen[0][1] == 0o600
+
+
 def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:
     plan = Plan()
     printed = steps.write_k8s(plan, tmp_path)
@@ -162,6 +208,68 @@ def test_the_extra_for_a_gpu_pins_what_the_project_does_and_adds_nothing_to_a_cp
     assert "triton" in extra
     assert {name: one.specifier for name, one in extra.items()} == {name: base[name].specifier for name in extra}
     assert not any(one.extras for one in base.values() if one.name == "batchsvc")
+
+
+@pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
+def test_an_image_is_built_from_the_project_alone_and_holds_no_secret(
+    tmp_path: Path, write: Callable[[Plan, Path], list[str]]
+) -> None:
+    """The folder that is written lies in the one that the image is built from: a copy of all would have its secrets."""
+    write(Plan(), tmp_path)
+    lines = (tmp_path / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith(("COPY", "ADD")) for name in line.split()[1:-1]]
+    tool = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in tool["tool"]["setuptools"]["packages"]["find"]["include"]}
+    needed = {"pyproject.toml", tool["project"]["readme"], *tool["project"]["license-files"]} | packages
+    assert sorted(copied) == sorted(needed)
+    ignored = (tmp_path / "Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    assert {line[1:] for line in ignored if line.startswith("!")} == needed
+    assert "**/secrets" in ignored[len(needed) + 1 :], "the last pattern that fits is the one that counts"
+
+
+def test_the_socket_of_postgres_is_where_its_image_looks_for_it() -> None:
+    """The image starts a server with the same flags to make the database, and reaches it by the usual socket."""
+    [container] = next(spec for name, _, spec in pods(k8s.documents(Plan())) if name == "postgres")["containers"]
+    assert not any("unix_socket" in flag for flag in container["args"])
+    assert "/var/run/postgresql" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    postgres = yaml.safe_load(compose.compose_file(Plan()))["services"]["postgres"]
+    assert not any("unix_socket" in flag for flag in postgres["command"])
+    # by TCP: that other server is no sign of health
+    for check in (postgres["healthcheck"]["test"], container["readinessProbe"]["exec"]["command"]):
+        assert check[check.index("-h") + 1] == "127.0.0.1"
+
+
+def test_a_fresh_volume_of_s3_belongs_to_its_user_before_it_starts() -> None:
+    services = yaml.safe_load(compose.compose_file(Plan()))["services"]
+    owner, s3 = services["s3-owner"], services["s3"]
+    assert s3["depends_on"] == {"s3-owner": {"condition": "service_completed_successfully"}}
+    assert owner["entrypoint"] == ["chown", "-R", s3["user"], "/data"]
+    assert owner["volumes"] == s3["volumes"] == ["s3:/data"]
+    assert (owner["user"], owner["cap_drop"], "CHOWN" in owner["cap_add"]) == ("0:0", ["ALL"], True)
+    assert (owner["restart"], owner["network_mode"], owner["read_only"]) == ("on-failure", "none", True)
+    assert "secrets" not in owner
+    managed = yaml.safe_load(compose.compose_file(Plan(without=frozenset[Service]({"s3"}))))
+    assert not {"s3", "s3-owner"} & set(managed["services"])
+
+
+def test_probes_are_more_patient_than_what_they_ask() -> None:
+    """/readyz waits for a part that hangs before it names it, and an engine pulls its model before it is ready."""
+    assert probe.TIMEOUT_S > health.PATIENCE_S + 1
+    services = yaml.safe_load(compose.compose_file(Plan()))["services"]
+    for name in ("api", "control", "engine"):
+        assert float(services[name]["healthcheck"]["timeout"].removesuffix("s")) > probe.TIMEOUT_S
+    assert services["engine"]["healthcheck"]["start_period"] == "3600s"
+    for name, _, spec in pods(k8s.documents(Plan())):
+        for kind in ("readinessProbe", "livenessProbe"):
+            if name.startswith("batchsvc-") and (asked := spec["containers"][0].get(kind)):
+                assert asked["timeoutSeconds"] == probe.TIMEOUT_S
+
+
+def test_compose_waits_for_the_api_and_then_starts_engines(tmp_path: Path) -> None:
+    """Waiting for all would wait for engines too, and calls the one-shot containers failed that have ended well."""
+    starts = [line.partition("compose.yaml ")[2] for line in steps.write_compose(Plan(), tmp_path) if " up " in line]
+    assert starts == ["up --detach --wait api control", "up --detach"]
 
 
 def test_an_image_for_a_gpu_installs_the_extra_and_one_for_a_cpu_no_cuda() -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Literal
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from batchsvc.cli.console import Console
+from batchsvc.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from batchsvc.db.migrate import Schema
+
+_PAUSE_S = 1.0
 
 _MODULES = {
     "api": ("batchsvc.app",),
@@ -26,13 +33,34 @@ def serve(
     os.execv(sys.executable, [sys.executable, "-P", "-m", *_MODULES[process]])  # noqa: S606  argv is ours
 
 
-def migrate() -> None:
+def migrate(
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long the database may take to answer.")
+    ] = 0,
+) -> None:
     """Bring DATABASE_URL to this version's schema and seed the price book: `db upgrade --from-env`."""
     from batchsvc.cli.db import bring_up
-    from batchsvc.db.migrate import schema_of
     from batchsvc.settings import Settings
 
     url = Settings.from_env().database_url
-    before = schema_of(url)
+    before = _schema(url, wait)
     bring_up(url, before)
     Console().out(f"The database is at revision {before.head}.")
+
+
+def _schema(url: str, wait_s: float) -> Schema:
+    """Where the database stands, once it answers. Raises UnavailableError if it doesn't within that time."""
+    from batchsvc.db.migrate import schema_of
+
+    until_s = time.monotonic() + wait_s
+    is_told = False
+    while True:
+        try:
+            return schema_of(url)
+        except UnavailableError as error:
+            if time.monotonic() >= until_s:
+                raise
+            if not is_told:
+                Console().say(f"{error.message} Waiting for {wait_s:g} s.")
+                is_told = True
+        time.sleep(_PAUSE_S)

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,6 +116,22 @@ def test_a_database_that_cannot_be_used_is_one_sentence(
     assert refused.code == 1
     assert says in refused.err
     assert refused.err.count("\n") == 1
+
+
+def test_a_migration_waits_for_its_database(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    monkeypatch.setenv("DATABASE_URL", f"sqlite:///{folder / 'x.sqlite3'}")
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:9/0")
+    refused = cli("migrate", "--wait", "0.1")
+    assert refused.code == 1
+    assert refused.err.splitlines()[-1].startswith("batchsvc: The database doesn't answer")
+    timer = threading.Timer(0.5, folder.mkdir)
+    timer.start()
+    migrated = cli("migrate", "--wait", "60")
+    timer.join()
+    assert migrated.code == 0, migrated.err
+    assert "Waiting for 60 s." in migrated.err
+    assert "The database is at revision" in migrated.out
 
 
 @pytest.mark.parametrize("command", ["serve api", "serve control", "serve engine", "migrate", "keys list --from-env"])

@@ -40,7 +40,7 @@ ADMIN_ROUTES = (
     "/v1/organization/audit_logs",
 )
 ADMIN_ONLY = {"key_id", "store_id", "project", "batch_id", "object_id", "version", "action"}
-ADMIN_ONLY |= {"project_id", "api_key_id", "service_account_id", "rate_limit_id"}
+ADMIN_ONLY |= {"worker", "project_id", "api_key_id", "service_account_id", "rate_limit_id"}
 REFERENCES = {  # in query or body
     ("/v1/files", "after"),
     ("/v1/batches", "after"),

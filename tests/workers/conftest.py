@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.orm import Session
 
 from batchsvc import ids
 from batchsvc.accounts import service as accounts
@@ -66,6 +67,13 @@ def sqlite_settings(tmp_path: Path, redis_url: str, s3_server: servers.S3Server,
     ).model_copy(update=FAST)
 
 
+def tenant_of(session: Session, project: str) -> str:
+    """The id of a project that is given by id or by name; a name is made on first use."""
+    if project.startswith("proj_"):
+        return project
+    return (accounts.project_named(session, project) or accounts.create_project(session, project)).id
+
+
 @dataclass
 class World:
     """A database and a bucket, with what tests do to them."""
@@ -96,7 +104,7 @@ class World:
         """A batch in progress: `num_lines` lines a window, cut into units of `est_tokens`, `fold` lines a row."""
         batch_id, now = ids.batch_id(), now_ms()
         with self.db.transaction() as session:
-            project_id = accounts.project_of(session, project)
+            project_id = tenant_of(session, project)
             billing.seed_prices(session)
         with self.db.transaction() as session:
             batch = Batch(

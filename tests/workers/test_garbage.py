@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from batchsvc.accounts import service as accounts
 from batchsvc.batches import finalize_queries, garbage_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Garbage, Part, Unit, Window
@@ -22,7 +21,7 @@ from batchsvc.http.uploads import Stored
 from batchsvc.settings import Settings, SettingsError
 from batchsvc.store import keys
 from batchsvc.store.s3 import MIN_PART_BYTES
-from tests.workers.conftest import DIGEST, World
+from tests.workers.conftest import DIGEST, World, tenant_of
 from tests.workers.helpers import finish, put_part
 from tests.workers.test_finalize import finalizer, run_units
 from workers.garbage import Collector
@@ -105,7 +104,7 @@ def test_uploads_that_nobody_completes_are_given_up(world: World) -> None:
 
 def test_parts_of_an_upload_stay_while_it_is_pending(world: World) -> None:
     with world.db.transaction() as session:
-        project_id = accounts.project_of(session, "tests")
+        project_id = tenant_of(session, "tests")
         body = CreateUpload(bytes=1, filename="a.jsonl", purpose="batch")
         for name in ("pending", "late"):
             row = uploads.create(

@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import select, update
 
 from batchsvc import failpoints, ids
-from batchsvc.accounts import service as accounts
 from batchsvc.accounts.tables import IdempotentAnswer
 from batchsvc.batches import collection_queries, deletion_service, queries, quote_queries, service, wipe_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status, move
@@ -27,7 +26,7 @@ from batchsvc.files.tables import File, Purge, Upload
 from batchsvc.files.upload_schemas import CreateUpload
 from batchsvc.http.uploads import Stored
 from batchsvc.store import keys
-from tests.workers.conftest import World
+from tests.workers.conftest import World, tenant_of
 from tests.workers.test_finalize import finalizer, run_units
 from workers.garbage import Collector
 from workers.purge import Purger
@@ -60,7 +59,7 @@ def discard(session: Any, key: str) -> None:
 
 def project_of(world: World) -> str:
     with world.db.transaction() as session:
-        return accounts.project_of(session, "tests")
+        return tenant_of(session, "tests")
 
 
 def add_input(world: World, data: bytes = WORD.encode(), name: str = f"{WORD}.jsonl") -> File:

@@ -55,7 +55,7 @@ def test_a_wrong_life_is_refused(door: Door, admin: Command, arguments: Any, cod
 
 def test_an_operator_deletes_somebodys_file(door: Door, admin: Command) -> None:  # noqa: F811
     with door.db.transaction() as session:
-        project_id = accounts.project_of(session, "p")
+        project_id = accounts.existing_project(session, "p").id
         file = files.add_upload(
             session, file_id=ids.file_id(), project_id=project_id, filename="a.jsonl", s3_key="in/p/a", etag="",
             sha256="", size_bytes=1, life_s=3600,

@@ -121,6 +121,20 @@ class Database:
         finally:
             connection.close()
 
+    def forget_freed(self) -> bool:
+        """Write SQLite's file anew without what was deleted before `secure_delete` was set. False: it couldn't be done
+        now, because somebody uses the file, or the disk has no room for a second one."""
+        if not self.is_sqlite:
+            return True
+        connection = self.engine.raw_connection()
+        try:
+            connection.cursor().execute("VACUUM")
+        except sqlite3.OperationalError:
+            return False
+        finally:
+            connection.close()
+        return self.truncate_log()
+
     def once(self, work: Callable[[Session], T]) -> T:
         """Run `work` in one write transaction, and never again: for what would happen twice, such as a new key."""
         with self.transaction() as session:

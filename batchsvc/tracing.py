@@ -146,7 +146,9 @@ class _Tracing:
         self._forced = forced
         self._trace = trace
         self._provider: TracerProvider = TracerProvider(
-            resource=Resource.create({"service.name": f"batchsvc-{service}"}), id_generator=Ids()
+            resource=Resource.create({"service.name": f"batchsvc-{service}"}),
+            id_generator=Ids(),
+            shutdown_on_exit=False,  # it would wait once more, and `stop` has
         )
         exporter = OTLPSpanExporter(endpoint=_traces_url(endpoint))
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_SCHEDULE_MS))
@@ -176,8 +178,12 @@ class _Tracing:
             self._forced.trace_id = self._forced.span_id = None
 
     def close(self) -> None:
-        self._provider.force_flush(_CLOSE_MS)
-        self._provider.shutdown()
+        """On a thread of its own, which nobody waits for to the end: OpenTelemetry heeds no limit while it sends."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_MS / 1000)
+        if closing.is_alive():
+            log.warning("tracing.not_sent", waited_ms=_CLOSE_MS)
 
     def _below(self, file_id: str, parent: str | None) -> Context:
         """The context of a span below another, whether or not that one was made here, or yet. A trace is sampled as a

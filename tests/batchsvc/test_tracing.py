@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +86,32 @@ def test_a_collector_that_is_away_costs_nobody_anything(collector: Collector) ->
     tracing.uploaded("file_1", began_ns=1)
     tracing.stop()
     assert len(collector.bodies) == 1 and collector.spans == []
+
+
+@pytest.mark.parametrize("is_listening", [False, True], ids=["refused", "silent"])
+def test_the_end_waits_for_no_collector(is_listening: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry alone would wait half a minute for one that accepts calls and never answers."""
+    monkeypatch.setattr(tracing, "_CLOSE_MS", 200)
+    waited: list[float | None] = []
+    join = threading.Thread.join
+
+    def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "tracing-close":
+            waited.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        if is_listening:
+            port.listen()
+        tracing.start(f"http://127.0.0.1:{port.getsockname()[1]}", "api")
+        tracing.uploaded("file_1", began_ns=1)
+        tracing.stop()
+        ending = [thread for thread in threading.enumerate() if thread.name == "tracing-close"]
+        assert waited == [0.2] and not tracing.is_on()
+        assert ending or not is_listening, "it is let go of while it still waits"
+        assert all(thread.daemon for thread in ending), "nor does the end of the process"
 
 
 def test_nothing_is_made_or_imported_without_an_endpoint(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@
     /metrics   Prometheus' text; needs no key from this machine, and a key of the service from any other
 
 Standard library alone: three pages for a probe and a scraper want no framework in a process whose cores belong to an
-engine. A client that is slow holds a thread for `_PATIENCE_S` at most, and there are `_MOST_CLIENTS` of these.
+engine. A client that is slow, in asking or in reading, holds a thread for `_PATIENCE_S` at most for each, and there are
+`_MOST_CLIENTS` of these.
 """
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import json
 import socket
@@ -21,6 +23,7 @@ from typing import Any
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from batchsvc.clock import monotonic_s
 from batchsvc.errors import AuthenticationError, NotFoundError, ServiceError, UnavailableError
 from batchsvc.health import Checks
 
@@ -124,9 +127,31 @@ class _Server(ThreadingHTTPServer):
         """A client that went away is nothing to tell."""
 
 
+class _Asked(io.RawIOBase):
+    """What a client sends, all of it within `_PATIENCE_S`: a socket's own timeout begins anew with each byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until_s = monotonic_s() + _PATIENCE_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until_s - monotonic_s()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Asked(self.connection))
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -137,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # a defect of ours: the process goes on, and the caller is told no details
             log.warning("signals.failed", path=path, error=type(error).__name__)
             status, kind, body = _DEFECT.status, _JSON, _json(_DEFECT.envelope())
+        self.connection.settimeout(_PATIENCE_S)  # for the whole of the answer
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -130,5 +130,21 @@ def test_a_crowd_holds_a_limited_number_of_threads() -> None:
         assert get(listener, "/livez").status_code == 200
 
 
+def test_one_that_sends_a_byte_now_and_then_holds_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_PATIENCE_S", 0.5)
+    with open_on(Parts()) as listener:
+        port = int(listener.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            deadline, hung_up = time.monotonic() + 30, False
+            while not hung_up:
+                assert time.monotonic() < deadline, "each byte gave it more time"
+                time.sleep(0.1)
+                try:
+                    slow.sendall(b"G")
+                except OSError:
+                    hung_up = True
+        assert get(listener, "/livez").status_code == 200
+
+
 def _num_handlers() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())

@@ -1,6 +1,7 @@
 """SQL of an operator's signals: what is leased, what waits longest, how near deadlines are, what doesn't get on.
 
-Everything here is read at each scrape, so each statement is served by an index or reads what is unfinished alone.
+Everything here is read at each scrape, so each statement is served by an index or reads what is unfinished alone. What
+test keys have run wakes nobody: a magic prompt may be late, or slow, because somebody wants to see just that.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.orm import Session
 
+from batchsvc import mode
 from batchsvc.batches import claim_queries, hold_queries
 from batchsvc.batches.lifecycle import TERMINAL, Status
 from batchsvc.batches.tables import Batch, ClaimHold, Export, Unit
+
+_IS_LIVE = Batch.project_id.not_like(mode.LIKE, escape="\\")
 
 
 class Held(NamedTuple):
@@ -34,7 +38,7 @@ def oldest_claimable_ms(session: Session, now: int, *, is_night: bool) -> dict[s
     waiting = (
         select(Unit.model_digest, func.min(Batch.in_progress_ms))
         .join(Batch, Batch.id == Unit.batch_id)
-        .where(*claim_queries.claimable(now, is_night=is_night), Batch.in_progress_ms.is_not(None))
+        .where(*claim_queries.claimable(now, is_night=is_night), Batch.in_progress_ms.is_not(None), _IS_LIVE)
         .group_by(Unit.model_digest)
     )
     return {digest: began_ms for digest, began_ms in session.execute(waiting) if began_ms is not None}
@@ -46,7 +50,7 @@ def nearest_latest_start_ms(session: Session) -> dict[tuple[str, str], int]:
     A batch that an operator or its project has paused, or that waits for quota or money, is late by somebody's will:
     it is left out.
     """
-    runs = (Batch.status == Status.IN_PROGRESS, Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget)
+    runs = (Batch.status == Status.IN_PROGRESS, Batch.is_paused.is_(False), Batch.has_quota, Batch.has_budget, _IS_LIVE)
     found = (
         select(Batch.tier, Batch.model_digest, func.min(Batch.latest_start_ms))
         .where(*runs, Batch.latest_start_ms.is_not(None), Batch.completed + Batch.failed < Batch.total)
@@ -65,10 +69,10 @@ def waiting_since_ms(session: Session, now: int) -> dict[Status, int]:
     }
     found: dict[Status, int] = {}
     for status, column in since.items():
-        oldest = session.scalar(select(func.min(column)).where(Batch.status == status))
+        oldest = session.scalar(select(func.min(column)).where(Batch.status == status, _IS_LIVE))
         if oldest is not None:
             found[status] = int(oldest)
-    over = (Batch.status == Status.IN_PROGRESS, Batch.expires_ms < now)
+    over = (Batch.status == Status.IN_PROGRESS, Batch.expires_ms < now, _IS_LIVE)
     overdue = session.scalar(select(func.min(Batch.expires_ms)).where(*over))
     if overdue is not None:
         found[Status.FINALIZING] = min(int(overdue), found.get(Status.FINALIZING, now))

@@ -60,6 +60,10 @@ def change_party(session: Session, project: str, changes: Mapping[str, Any]) -> 
 def _payer(session: Session, project: Project, name: str) -> str:
     """The id of the project that pays for another one."""
     payer = accounts.existing_project(session, name)
+    if mode.is_test(payer.id):
+        raise InvalidRequestError(
+            f"{payer.name} is a project for tests, which is never billed: name a live project.", param="bill_to"
+        )
     onward = queries.party(session, payer.id)
     if payer.id == project.id or (onward is not None and onward.bill_to) or queries.billed_to(session, project.id):
         raise InvalidRequestError(

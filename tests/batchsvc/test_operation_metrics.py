@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from batchsvc import ids
+from batchsvc.accounts import service as accounts
 from batchsvc.batches import hold_queries, tally_queries
 from batchsvc.batches.tables import Export, Unit
 from batchsvc.clock import now_ms
@@ -90,6 +91,22 @@ def test_slack_is_that_of_the_nearest_deadline_by_tier_and_model(door: Door) -> 
         door.set(near, is_paused=False, has_quota=True, has_budget=True, completed=0)
         door.set(near, **change)
         assert Shown(client)("deadline_slack_seconds", model=MODEL) > 4 * 3600, f"nobody waits for it: {change}"
+
+
+def test_batches_of_test_keys_wake_nobody(door: Door) -> None:
+    client = door.client()
+    late = running(door, client, 1, latest_start_ms=now_ms() - HOUR_MS, in_progress_ms=now_ms() - HOUR_MS)
+    stuck = running(door, client, 1)
+    door.set(stuck, status="validating", created_ms=now_ms() - HOUR_MS)
+    overdue = running(door, client, 1, expires_ms=now_ms() - HOUR_MS)
+    with door.db.transaction() as session:
+        twin = accounts.test_twin(session, door.project_id).id
+    for batch_id in (late, stuck, overdue):
+        door.set(batch_id, project_id=twin)
+    shown = Shown(client)
+    assert shown("deadline_slack_seconds") > 1e6, "nothing to fear"
+    assert shown("claimable_age_seconds", model=MODEL) == 0
+    assert shown("state_age_seconds", state="validating") == shown("state_age_seconds", state="finalizing") == 0
 
 
 def test_batches_that_should_have_passed_a_state(door: Door) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from batchsvc.accounts import service as accounts
 from batchsvc.billing import invoice_draft, queries, service
 from batchsvc.billing.invoice_tables import Invoice
 from batchsvc.billing.ledger import available, receivable
@@ -181,6 +183,9 @@ def test_credit_notes_have_numbers_of_their_own_and_end_at_what_was_billed(books
 def test_a_payer_s_invoice_has_the_lines_of_every_project_it_pays_for(books: Books) -> None:
     team = books.add_project("team", has_address=False)
     with books.db.transaction() as session:
+        twin = accounts.test_twin(session, books.project)
+        with pytest.raises(InvalidRequestError, match=rf"{re.escape(twin.name)} is a project for tests"):
+            invoice_draft.change_party(session, team, {"bill_to": twin.name})
         invoice_draft.change_party(session, team, {"bill_to": "acme"})
         with pytest.raises(InvalidRequestError, match="can't be billed to"):
             invoice_draft.change_party(session, books.project, {"bill_to": "team"})

@@ -15,7 +15,8 @@ from batchsvc.batches.worker_queries import Place
 from batchsvc.cli.client import Client
 from batchsvc.cli.exits import ApiError
 from batchsvc.cli.incidents import DatabaseIncidents, HttpIncidents
-from tests.contract.conftest import DIGEST, MODEL, Api
+from batchsvc.errors import InvalidRequestError
+from tests.contract.conftest import DIGEST, MODEL, Api, on_sqlite
 from tests.contract.test_http import upload
 
 CALLS = [
@@ -78,6 +79,21 @@ def test_both_twins_do_the_same(api: Api) -> None:
     assert rows["batch.paused"] == rows["claims.resumed"] == rows["model.loaded"] == key
     assert {rows["worker.undrained"], rows["claims.paused"], rows["batch.resumed"]} != {key}
     api.db.run(lambda s: worker_queries.retire(s, "host:1:a"))
+
+
+@on_sqlite
+def test_a_reason_that_holds_a_key_is_refused_in_one_sentence(api: Api) -> None:
+    """The audit log would keep it for ever."""
+    api.db.run(lambda s: worker_queries.register(s, "host:1:s", DIGEST, Place(name="gpu-s", models=(DIGEST,))))
+    reason = {"reason": f"stolen: {api.key}"}
+    refused = api.call("POST", "/v1/admin/workers/gpu-s/drain", api.admin_key, json=reason)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reason"), refused.text
+    assert api.key not in refused.text
+    with pytest.raises(InvalidRequestError, match="reason holds a secret"):
+        DatabaseIncidents(api.db).drain("gpu-s", reason["reason"])
+    row = next(row for row in DatabaseIncidents(api.db).workers()["data"] if row["id"] == "host:1:s")
+    assert row["drain_reason"] is None and row["state"] != "drained"
+    api.db.run(lambda s: worker_queries.retire(s, "host:1:s"))
 
 
 def test_tenants_read_no_names_and_no_reasons_of_others(api: Api) -> None:

@@ -93,9 +93,11 @@ class ControlRun:
         self.reaper.start()
 
     def trouble(self) -> str | None:
-        """Why nothing is repaired, in a sentence; None: all is well."""
+        """Why nothing is repaired, or no line of a test key run, in a sentence; None: all is well."""
         silent_s = monotonic_s() - self.reaper.ticked_s
-        return None if silent_s < self._most_silent_s else f"The reaper hasn't ended a tick for {silent_s:.0f} s."
+        if silent_s >= self._most_silent_s:
+            return f"The reaper hasn't ended a tick for {silent_s:.0f} s."
+        return self._test_mode.trouble()
 
     def signalled(self) -> None:
         """Called in the signal handler: what is being merged is let go of soon."""

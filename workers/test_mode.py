@@ -38,6 +38,7 @@ class TestMode:
         self._settings = settings
         self._owner_of = owner_of
         self._run: EngineRun | None = None
+        self._trouble: str | None = None
         self._ended = threading.Event()
         self._failed = threading.Event()
         self._thread = WorkThread("test-mode", self._serve, self._crashed)
@@ -45,6 +46,10 @@ class TestMode:
     def start(self) -> None:
         """Look for a project for tests from now on."""
         self._thread.start()
+
+    def trouble(self) -> str | None:
+        """Why lines of test keys aren't run, in a sentence; None: they are, or nobody has a test key."""
+        return self._trouble
 
     def stop(self) -> None:
         """Give back what is held, and end."""
@@ -64,15 +69,35 @@ class TestMode:
         finally:
             db.dispose()
         while not self._ended.is_set():
-            self._failed.clear()
-            self._run = self._opened()
-            self._run.start()
-            while not self._ended.wait(_LOOK_S) and not self._failed.is_set():
-                pass
-            if self._failed.is_set() and not self._ended.is_set():
-                log.error("test_mode.failed", worker=self._run.owner)
-                self._run.drain()
-                self._run = None
+            try:
+                self._serve_once()
+            except Exception as error:  # whatever it is, such as a database that is away: the next try may do better
+                self._trouble = f"Test mode can't start ({type(error).__name__}): lines of test keys wait."
+                log.warning("test_mode.not_started", error=type(error).__name__)
+            if not self._ended.is_set():
+                self._give_up()
+                self._ended.wait(_LOOK_S)
+
+    def _serve_once(self) -> None:
+        """One worker, from its start until it fails or the process ends."""
+        self._failed.clear()
+        run = self._run = self._opened()
+        run.start()
+        self._trouble = None
+        while not self._ended.wait(_LOOK_S) and not self._failed.is_set():
+            pass
+        if self._failed.is_set() and not self._ended.is_set():
+            self._trouble = "The worker of test mode has failed: another one is about to start."
+            log.error("test_mode.failed", worker=run.owner)
+
+    def _give_up(self) -> None:
+        """End what is left of a worker, however far it came."""
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.drain()
+        except Exception as error:  # what it held comes back by its leases
+            log.warning("test_mode.not_drained", error=type(error).__name__)
 
     def _is_needed(self, db: Database) -> bool:
         try:
@@ -101,4 +126,5 @@ class TestMode:
         )
 
     def _crashed(self, error: Exception) -> None:
+        self._trouble = f"Test mode has ended ({type(error).__name__}): restart this process."
         log.error("test_mode.ended", error=type(error).__name__)

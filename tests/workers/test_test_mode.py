@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from batchsvc import mode
 from batchsvc.accounts import service as accounts
-from tests.workers.conftest import World
+from batchsvc.batches import worker_queries
+from tests.workers.conftest import World, tenant_of
 from workers import test_mode
 
 LIVENESS_S = 60.0
@@ -37,7 +39,7 @@ def served(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[test_mode.
 
 def make_twin(world: World) -> str:
     with world.db.transaction() as session:
-        return accounts.test_twin(session, accounts.project_of(session, "tests")).id
+        return accounts.test_twin(session, tenant_of(session, "tests")).id
 
 
 def batch_of(world: World, project: str, magic: str = "", lines: int = 6) -> str:
@@ -66,6 +68,24 @@ def test_one_that_failed_is_followed_by_another(world: World, served: test_mode.
     until(lambda: served._run not in (None, first), "another worker")
     second = batch_of(world, twin)
     until(lambda: world.batch(second).completed == 6, "the second batch")
+
+
+def test_a_start_that_fails_is_tried_again(
+    world: World, served: test_mode.TestMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database goes away just as the worker registers."""
+
+    def away(*_: object) -> None:
+        raise OperationalError("insert", {}, Exception("away"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(worker_queries, "register", away)
+        twin = make_twin(world)
+        until(served.trouble, "what is in the way")
+        assert "OperationalError" in (served.trouble() or "")
+    batch_id = batch_of(world, twin)
+    until(lambda: world.batch(batch_id).completed == 6, "the lines of the test key")
+    assert served.trouble() is None
 
 
 def test_it_ends_without_waiting_for_a_line_that_sleeps(world: World, served: test_mode.TestMode) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import promql_parser
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from batchsvc import dashboard
 from batchsvc.alerts import ALERTS
 from batchsvc.cli.app import app
+from batchsvc.deploy.plan import SIGNALS_PORT, Plan
 from tests.promql import Prometheus, names_in
 
 README = Path(__file__).parents[2] / "README.md"
@@ -80,6 +83,37 @@ def test_the_commands_of_the_runbook_exist() -> None:
         assert not hasattr(command, "commands"), f"batchsvc {' '.join(words)}"
         options = {name for one in command.params for name in one.opts}
         assert {word for word in words if word.startswith("--")} <= options, f"batchsvc {' '.join(words)}"
+
+
+def flags_of(command: Any) -> set[str]:
+    """--from-env and --url, as far as this command or every one below it takes them."""
+    if hasattr(command, "commands"):
+        return set.intersection(*map(flags_of, command.commands.values()))
+    return {name for one in command.params for name in one.opts} & {"--from-env", "--url"}
+
+
+def test_the_runbook_tells_what_each_command_takes_on_a_deployment() -> None:
+    text = README.read_text(encoding="utf-8").partition("\n| command | there |\n")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ", 1) for row in text.splitlines()[1:]]
+    assert len(rows) == 4
+    for named, how in rows:
+        for words in re.findall(r"`([a-z -]+)`", named):
+            command: Any = typer.main.get_command(app)
+            for word in words.split():
+                command = command.commands[word]
+            assert flags_of(command) == set(re.findall(r"--from-env|--url", how)), words
+
+
+def test_the_scrape_configuration_of_readme_is_yaml_with_a_key_for_each_job() -> None:
+    text = README.read_text(encoding="utf-8").partition("\n    rule_files:")[2].partition("\n\n")[0]
+    jobs = yaml.safe_load(textwrap.dedent("    rule_files:" + text))["scrape_configs"]
+    ports = {
+        job["job_name"]: {target.rpartition(":")[2] for one in job["static_configs"] for target in one["targets"]}
+        for job in jobs
+    }
+    assert all(job["authorization"]["credentials_file"] for job in jobs)
+    api, engines = Plan().api_port, {f"911{number}" for number in range(2)}
+    assert ports == {"batchsvc-api": {str(api)}, "batchsvc-control": {str(SIGNALS_PORT)}, "batchsvc-engine": engines}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ spoke."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -82,6 +83,23 @@ def test_a_part_that_refuses_forgets_or_fails_is_named(checks: Checks, store: St
     assert checks.look().parts["store"] == "The object store can't be asked (RuntimeError)."
     store.error, store.forgets = None, True
     assert "lost" in checks.look().parts["store"]
+
+
+@sqlite
+def test_redis_that_hangs_is_asked_once(settings: Settings, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One try, which ends well before a probe of this process gives up: nobody waits for more here."""
+    monkeypatch.setattr(health, "_REDIS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(health, "PATIENCE_S", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(0)
+        checks = Checks(
+            Database(settings.database_url), lambda: store, f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        )
+        assert checks.look().parts["redis"].startswith("Redis doesn't answer (TimeoutError)")
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # nobody came a second time
+            silent.accept()
+        checks.close()
 
 
 @sqlite

@@ -36,8 +36,9 @@ import batchsvc.files.upload_routes
 import batchsvc.interactive.routes
 import batchsvc.webhooks.routes
 from batchsvc import logs, tracing
-from batchsvc.accounts.caller import CallerDep, require_caller
+from batchsvc.accounts.caller import CallerDep, require_caller, secret_of
 from batchsvc.accounts.door import Door
+from batchsvc.accounts.scrapers import Scrapers
 from batchsvc.batches import garbage_queries
 from batchsvc.batches.service import live_batch_of
 from batchsvc.db import migrate
@@ -56,6 +57,7 @@ from batchsvc.store.s3 import ObjectStore
 
 _POOL = 20  # database connections: about one for every two of the threads that run routes
 _DRAIN_S = 8
+_IDLE_S = 75  # longer than clients keep a connection that they may use again: none is closed under a call
 _SCHEMA_EXIT = 8  # as workers/exits.py has it
 
 
@@ -65,6 +67,7 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
     store = ObjectStore(settings)
     checks = Checks(db, lambda: store, settings.redis_url)
     metrics = Metrics(db, settings, checks)
+    scrapers = Scrapers(checks.was_database_away)
     context = Context(
         settings=settings,
         db=db,
@@ -145,9 +148,9 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
 
     @app.get("/metrics", response_class=Response, responses=sends(CONTENT_TYPE_LATEST))
     def show_metrics(request: Request) -> Response:
-        """Prometheus' text; needs no key from this machine."""
+        """Prometheus' text; needs no key from this machine, and an admin key from any other."""
         if not _is_loopback(request):
-            require_caller(request, context)
+            scrapers.admit(secret_of(request), lambda: require_caller(request, context))
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -193,6 +196,7 @@ def main() -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_S,
+        timeout_keep_alive=_IDLE_S,
         **tls,
     )
 

@@ -18,7 +18,9 @@ from tests.dispatchers import NullDispatcher
 def serving(settings: Settings, dispatcher: NullDispatcher) -> Iterator[str]:
     """Yields the base URL of a server on a free port."""
     server = uvicorn.Server(
-        uvicorn.Config(create_app(settings, dispatcher), host="127.0.0.1", port=0, log_level="error")
+        uvicorn.Config(
+            create_app(settings, dispatcher), host="127.0.0.1", port=0, log_level="error", timeout_keep_alive=75
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -130,10 +130,14 @@ class _Attempt:
 
     def run(self) -> None:
         """Write all objects, the manifest last."""
-        results = self._results()
-        with self._db.reading() as session:
-            access = store_service.access(session, self._claimed.project_id, self._folder, self._settings, "output_s3")
-        with closing(store_service.opened(access, self._settings)) as target:
+        try:
+            results = self._results()
+        except _GoneError:
+            if self._claimed.uploads:
+                with closing(self._target()) as target:
+                    self._clear(target)
+            raise
+        with closing(self._target()) as target:
             self._clear(target)
             written = [self._write(target, kind, file, num_lines) for kind, file, num_lines in results.files]
             failpoints.reach("export.copied")
@@ -144,9 +148,17 @@ class _Attempt:
         self._fenced(export_queries.finish)
         log.info("export.done", batch=self._claimed.batch_id, objects=len(written) + 1)
 
+    def _target(self) -> ForeignBucket:
+        with self._db.reading() as session:
+            access = store_service.access(session, self._claimed.project_id, self._folder, self._settings, "output_s3")
+        return store_service.opened(access, self._settings)
+
     def _results(self) -> _Results:
         with self._db.reading() as session:
-            batch = service.get(session, self._claimed.project_id, self._claimed.batch_id)
+            try:
+                batch = service.get(session, self._claimed.project_id, self._claimed.batch_id)
+            except NotFoundError as error:
+                raise _GoneError(export_queries.WAS_DELETED) from error
             found: list[tuple[str, File, int]] = []
             for kind, file_id, num_lines in (
                 ("output", batch.output_file_id, batch.completed),

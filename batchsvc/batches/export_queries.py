@@ -22,6 +22,7 @@ from batchsvc.batches.tables import Batch, Export
 from batchsvc.db.session import database_now_ms
 
 PENDING, DONE, FAILED = "pending", "done", "failed"
+WAS_DELETED = "The batch was deleted before its results could be exported."
 _WAITS_S = (5, 30, 120, 600, 1_800)  # and from then on the last one, again and again
 _GIVE_UP = 96  # attempts: two days
 _OWN_FAULT_WAIT_S = 60

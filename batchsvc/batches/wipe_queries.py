@@ -38,7 +38,6 @@ _NAMES = {
     "warnings": None,
     "output_s3": None,
 }
-_WAS_DELETED = "The batch was deleted before its results could be exported."
 
 
 def wipe(session: Session, kind: Kind, subject_id: str) -> list[str]:
@@ -99,17 +98,27 @@ def wipe_batch(session: Session, batch_id: str) -> list[str]:
     _wipe_answers(session, row.project_id, batch_id, row.created_ms)
     export = session.get(Export, batch_id, with_for_update=True, populate_existing=True)
     if export is not None:
-        export.error = _WAS_DELETED if export.error else None
         export.uploads = []
+        session.flush()
+        end_export(session, batch_id)
+        export.error = export_queries.WAS_DELETED if export.error else None
     return wipe_plan(session, batch_id)
 
 
 def end_export(session: Session, batch_id: str) -> None:
-    """Let nobody export the results of a batch that is being deleted."""
+    """Let nobody export the results of a batch that is being deleted. If uploads were begun in the tenant's store, an
+    exporter takes it once more, to end them; it has time until the batch is wiped."""
     row = session.get(Export, batch_id, with_for_update=True, populate_existing=True)
     if row is not None and row.state == export_queries.PENDING:
-        row.state, row.error, row.ended_ms = export_queries.FAILED, _WAS_DELETED, database_now_ms(session)
-        row.epoch, row.owner, row.lease_ms = row.epoch + 1, None, 0
+        row.error, row.epoch, row.owner, row.lease_ms, row.due_ms = (
+            export_queries.WAS_DELETED,
+            row.epoch + 1,
+            None,
+            0,
+            0,
+        )
+        if not row.uploads:
+            row.state, row.ended_ms = export_queries.FAILED, database_now_ms(session)
 
 
 def wipe_plan(session: Session, batch_id: str) -> list[str]:

@@ -12,12 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
-from batchsvc.batches import export_queries, service
+from batchsvc.batches import deletion_service, export_queries, service, wipe_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Export
 from batchsvc.db.session import database_now_ms
 from batchsvc.files import service as files
 from batchsvc.files import store_service
+from batchsvc.files.retention import Kind
 from tests.tenant_store import LOOPBACK, Tenant, listening
 from tests.workers.conftest import DIGEST, World
 from tests.workers.test_processes import environment
@@ -273,6 +274,29 @@ def test_it_is_given_up_after_a_while_and_at_once_when_the_results_are_gone(abro
     assert exporter(abroad).send_due() == 1
     assert shown(abroad, gone)["state"] == "failed" and "was deleted" in shown(abroad, gone)["error"]
     assert not tenant.objects()
+
+
+def test_uploads_that_were_begun_are_ended_when_the_batch_is_deleted(abroad: World, tenant: Tenant) -> None:
+    """The exporter that began them was killed, or is overtaken by the deletion."""
+    batch_ids = [add_export(abroad, tenant, num_lines=3) for _ in range(2)]
+    for batch_id in batch_ids:
+        end(abroad, batch_id)
+        key = f"out/night/{batch_id}/output.jsonl"
+        upload_id = tenant.client.create_multipart_upload(Bucket=tenant.bucket, Key=key)["UploadId"]
+        set_export(abroad, batch_id, uploads=[[key, upload_id]], lease_ms=10**15, owner="dead", epoch=1)
+    first, wiped = batch_ids
+    project_id = abroad.batch(first).project_id
+    for batch_id in batch_ids:
+        with abroad.db.transaction() as session:
+            deletion_service.delete_batch(session, project_id, batch_id, with_input=False, discard=lambda *_: None)
+    with abroad.db.transaction() as session:
+        wipe_queries.wipe(session, Kind.BATCH, wiped)
+    assert (export_of(abroad, wiped).state, export_of(abroad, wiped).uploads) == ("failed", []), "its time is over"
+    assert len(tenant.uploads()) == 2
+    assert exporter(abroad).send_due() == 1
+    assert (export_of(abroad, first).state, export_of(abroad, first).uploads) == ("failed", [])
+    assert len(tenant.uploads()) == 1 and not tenant.objects()
+    assert export_of(abroad, first).error == export_queries.WAS_DELETED
 
 
 @on_sqlite

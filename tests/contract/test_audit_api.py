@@ -37,9 +37,9 @@ def test_each_kind_of_change_leaves_its_row(api: Api) -> None:
     change(api, project, {"requests_per_minute": 600})
     book = {"model": "audited", "tier": "standard", "input": 1, "cached_input": 1, "output": 2}
     version = change(api, "/v1/admin/prices/rows", book)["version"]
-    imported = change(
-        api, "/v1/admin/prices", {"models": {"x": {"standard": {"input": 1, "cached_input": 1, "output": 1}}}}
-    )
+    whole = api.call("GET", f"/v1/admin/prices/{version}", api.admin_key).json()["models"]  # others go on with it
+    x = {"standard": {"input": 1, "cached_input": 1, "output": 1}}
+    imported = change(api, "/v1/admin/prices", {"models": {**whole, "x": x}})
     again = {"version": imported["version"], "models": imported["models"]}
     change(api, "/v1/admin/prices", again)  # changes nothing
     topup = {"amount": "12.50", "reason": "prepayment", "key": "t1"}

@@ -95,16 +95,20 @@ ALERTS = (
     ),
     Alert(
         name="BatchsvcNoWorker",
-        expr="max by (model) (batchsvc_units_claimable) > 0 and max by (model) (batchsvc_workers_live) == 0",
+        expr=(
+            "max by (model, model_digest) (batchsvc_units_claimable) > 0 "
+            "and max by (model, model_digest) (batchsvc_workers_serving) == 0"
+        ),
         wait="5m",
         severity="critical",
-        says="{{ $labels.model }} has work that may run now, and no engine worker.",
+        says="{{ $labels.model }} has work that may run now, and no engine worker that serves it, not even in turn.",
     ),
     Alert(
         name="BatchsvcWorkNotStarting",
         expr=(
-            "max by (model) (batchsvc_claimable_age_seconds) > 600 and max by (model) (batchsvc_workers_live) > 0 "
-            "and max by (model) (batchsvc_units_leased) == 0"
+            "max by (model, model_digest) (batchsvc_claimable_age_seconds) > 600 "
+            "and max by (model, model_digest) (batchsvc_workers_live) > 0 "
+            "and max by (model, model_digest) (batchsvc_units_leased) == 0"
         ),
         wait="5m",
         severity="critical",
@@ -112,7 +116,7 @@ ALERTS = (
     ),
     Alert(
         name="BatchsvcDeadlineAtRisk",
-        expr="min by (tier, model) (batchsvc_deadline_slack_seconds) < 0",
+        expr="min by (tier, model, model_digest) (batchsvc_deadline_slack_seconds) < 0",
         wait="5m",
         severity="critical",
         says="At today's rate a batch of {{ $labels.model }} ({{ $labels.tier }}) may miss its deadline.",
@@ -155,8 +159,8 @@ ALERTS = (
     Alert(
         name="BatchsvcErrorLines",
         expr=(
-            'sum by (model) (increase(batchsvc_lines_total{outcome="error"}[30m])) '
-            "> 0.2 * sum by (model) (increase(batchsvc_lines_total[30m]))"
+            'sum by (model, model_digest) (increase(batchsvc_lines_total{outcome="error"}[30m])) '
+            "> 0.2 * sum by (model, model_digest) (increase(batchsvc_lines_total[30m]))"
         ),
         wait="10m",
         severity="warning",

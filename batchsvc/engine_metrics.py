@@ -88,7 +88,7 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._db.reading() as session:
-            names = queries.names_by_digest(session)
+            names = queries.labels_by_digest(session)
             workers = worker_queries.alive(session, alive_since_ms(session, self._renew_s))
         said = [(worker, _labels(worker, names), dict(worker.stats or {})) for worker in workers]
         yield from _gauges([(labels, stats) for _, labels, stats in said], _DEPLOYMENT)

@@ -72,6 +72,7 @@ class Checks:
             redis_url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
         )
         self._own = dict(own or {})
+        self._is_database_away = False
         self._probes = {
             "database": _Probe("database", self._database),
             "store": _Probe("store", self._object_store),
@@ -83,7 +84,12 @@ class Checks:
         until_s = time.monotonic() + PATIENCE_S
         asked = {name: probe.begin() for name, probe in self._probes.items()}
         parts = {name: answer.wait(until_s) for name, answer in asked.items()}
+        self._is_database_away = parts["database"] != OK
         return Health({**parts, **{name: ask() for name, ask in self._own.items()}})
+
+    def was_database_away(self) -> bool:
+        """Whether the database didn't answer at the last look; waits for nothing."""
+        return self._is_database_away
 
     def close(self) -> None:
         self._redis.close()

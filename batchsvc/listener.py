@@ -2,7 +2,7 @@
 
     /livez     the process runs and hears; needs no key
     /readyz    whether it can do its work, part by part: 503 names the part that is in the way; needs no key
-    /metrics   Prometheus' text; needs no key from this machine, and a key of the service from any other
+    /metrics   Prometheus' text; needs no key from this machine, and an admin key from any other
 
 Standard library alone: three pages for a probe and a scraper want no framework in a process whose cores belong to an
 engine. A client that is slow, in asking or in reading, holds a thread for `_PATIENCE_S` at most for each, and there are
@@ -31,7 +31,7 @@ _PATIENCE_S = 10.0
 _MOST_CLIENTS = 16
 _JSON = "application/json"
 _NO_KEY = AuthenticationError(
-    "From another machine, metrics need an API key: send it in a header, Authorization: Bearer KEY.",
+    "From another machine, metrics need an admin key: send it in a header, Authorization: Bearer KEY.",
     code="invalid_api_key",
 )
 _NO_PAGE = NotFoundError("There are /livez, /readyz and /metrics here.", code="not_found")

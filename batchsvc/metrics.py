@@ -15,9 +15,10 @@ from prometheus_client.registry import Collector
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
 from batchsvc import counters
-from batchsvc.batches import queries, scaling_queries
+from batchsvc.batches import queries, scaling_queries, switch_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.offpeak import Night
+from batchsvc.batches.waiting import alive_since_ms
 from batchsvc.db.session import Database
 from batchsvc.engine_metrics import EngineMetrics
 from batchsvc.health import OK, Checks, Health, HealthMetrics
@@ -45,6 +46,8 @@ class SqlGauges(Collector):
         with self._db.reading() as session:
             statuses = queries.batches_by_status(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
+            names = queries.labels_by_digest(session)
+            able = switch_queries.able(session, alive_since_ms(session, self._renew_s))
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
             batches.add_metric([status], statuses.get(status, 0))
@@ -55,12 +58,18 @@ class SqlGauges(Collector):
             "batchsvc_backlog_seconds", "Time that one worker alone would need for what may run.", labels=_MODEL_LABELS
         )
         live = GaugeMetricFamily("batchsvc_workers_live", "Engine workers that are alive.", labels=_MODEL_LABELS)
+        serving = GaugeMetricFamily(
+            "batchsvc_workers_serving",
+            "Engine workers that are alive and serve the model, now or in turn with others.",
+            labels=_MODEL_LABELS,
+        )
         for demand in demands:
-            labels = [demand.model, demand.digest]
+            labels = [names[demand.digest], demand.digest]
             units.add_metric(labels, demand.units_claimable)
             backlog.add_metric(labels, demand.backlog_seconds)
             live.add_metric(labels, demand.workers)
-        yield from (batches, units, backlog, live)
+            serving.add_metric(labels, len(able.get(demand.digest, ())))
+        yield from (batches, units, backlog, live, serving)
 
 
 class ProcessMetrics:

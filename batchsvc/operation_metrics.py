@@ -48,7 +48,7 @@ class OperationMetrics(Collector):
 
     def _look(self, session: Session) -> Iterator[Metric]:
         now = database_now_ms(session)
-        names = queries.names_by_digest(session)
+        names = queries.labels_by_digest(session)
         yield from self._units(session, names, now)
         yield _slack(session, names, now)
         yield _passing(session, now)

@@ -18,6 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from batchsvc import engine_metrics
 from batchsvc.accounts import service as accounts
+from batchsvc.accounts.scrapers import Scrapers
+from batchsvc.accounts.service import Caller
 from batchsvc.batches import queries
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
@@ -42,6 +44,7 @@ class Signals(Collector):
         self._name = ""
         store = lru_cache(maxsize=1)(lambda: ObjectStore(settings))
         self._checks = Checks(self._db, store, settings.redis_url, {role: lambda: self._trouble() or OK})
+        self._scrapers = Scrapers(self._checks.was_database_away)
         metrics = ProcessMetrics(self._checks)
         metrics.registry.register(self)
         self._listener = Listener(
@@ -83,22 +86,25 @@ class Signals(Collector):
             yield from engine_metrics.of_worker(self._shown(), (self._model(), self._digest))
 
     def _model(self) -> str:
-        """The oldest name of the model; none while the database doesn't answer."""
+        """The label of the model; none while the database doesn't answer."""
         if not self._name:
             try:
                 with self._db.reading() as session:
-                    self._name = queries.names_by_digest(session).get(self._digest, "")
+                    self._name = queries.labels_by_digest(session).get(self._digest, "")
             except SQLAlchemyError:
                 return ""
         return self._name
 
     def _may_read(self, secret: str) -> bool:
         try:
-            with self._db.reading() as session:
-                accounts.caller(session, secret)
+            self._scrapers.admit(secret, lambda: self._caller(secret))
         except (ServiceError, SQLAlchemyError):
             return False
         return True
+
+    def _caller(self, secret: str) -> Caller:
+        with self._db.reading() as session:
+            return accounts.caller(session, secret)
 
     def _close(self) -> None:
         self._listener.close()

@@ -19,6 +19,15 @@ from batchsvc.http.deps import ContextDep
 
 def require_caller(request: Request, context: ContextDep) -> Caller:
     """Who makes this call. No cache: a key that is revoked is refused from the next call on."""
+    secret = secret_of(request)
+    with context.db.reading() as session:
+        found = service.caller(session, secret, request.client.host if request.client else None)
+    request.state.headers = _door(request).admit(found, request.method, path_of(request.scope))
+    return found
+
+
+def secret_of(request: Request) -> str:
+    """The key that a call brings. Raises AuthenticationError if it brings none."""
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if not scheme:
         scheme, secret = "bearer", request.headers.get("x-api-key", "")
@@ -26,10 +35,7 @@ def require_caller(request: Request, context: ContextDep) -> Caller:
         raise AuthenticationError(
             "You didn't provide an API key: send it in a header, Authorization: Bearer KEY.", code="missing_api_key"
         )
-    with context.db.reading() as session:
-        found = service.caller(session, secret.strip(), request.client.host if request.client else None)
-    request.state.headers = _door(request).admit(found, request.method, path_of(request.scope))
-    return found
+    return secret.strip()
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

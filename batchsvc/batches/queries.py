@@ -13,6 +13,9 @@ from batchsvc.batches.tables import Batch, Garbage, Model, Worker
 from batchsvc.db.keyset import Cursor, page
 from batchsvc.files.tables import File
 
+PRIVATE = "private"
+"""What metrics call a model of one project in place of its name."""
+
 
 def model(session: Session, name: str) -> Model | None:
     """One model or alias by its exact name."""
@@ -123,6 +126,16 @@ def names_by_digest(session: Session) -> dict[str, str]:
         if row.alias_of is None:
             names.setdefault(row.digest, row.id)
     return names
+
+
+def labels_by_digest(session: Session) -> dict[str, str]:
+    """What metrics call each registered model: its oldest name that is for everybody, or PRIVATE if only one project
+    may know it."""
+    labels: dict[str, str] = {}
+    for row in sorted(models(session), key=lambda row: (row.project_id is not None, row.created_ms, row.id)):
+        if row.alias_of is None:
+            labels.setdefault(row.digest, row.id if row.project_id is None else PRIVATE)
+    return labels
 
 
 def batches_by_status(session: Session) -> dict[str, int]:

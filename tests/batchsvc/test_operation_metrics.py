@@ -11,8 +11,8 @@ from sqlalchemy import update
 
 from batchsvc import ids
 from batchsvc.accounts import service as accounts
-from batchsvc.batches import hold_queries, tally_queries
-from batchsvc.batches.tables import Export, Unit
+from batchsvc.batches import hold_queries, tally_queries, worker_queries
+from batchsvc.batches.tables import Export, Model, Unit
 from batchsvc.clock import now_ms
 from batchsvc.settings import Settings
 from batchsvc.webhooks.tables import WebhookDelivery, WebhookEndpoint, WebhookEvent
@@ -69,6 +69,26 @@ def test_units_that_are_leased_or_suspect_and_the_age_of_what_waits(door: Door) 
     assert shown("claimable_age_seconds", model=MODEL) == pytest.approx(3600, abs=120), "the oldest one counts"
     door.set(batch_id, is_paused=True)
     assert Shown(client)("claimable_age_seconds", model=MODEL) < 600, "what is paused doesn't wait for a worker"
+
+
+def test_a_model_of_one_project_has_no_name_here(door: Door) -> None:
+    client = door.client()
+    running(door, client, 1)
+    with door.db.transaction() as session:
+        session.get_one(Model, MODEL).project_id = door.project_id
+    shown = Shown(client)
+    for name in ("units_claimable", "workers_live", "workers_serving", "units_leased"):
+        assert shown(name, model="private", model_digest=DIGEST) == (name == "units_claimable")
+    assert MODEL not in client.get("/metrics").text
+
+
+def test_workers_that_serve_a_model_in_turn_count_as_its_workers(door: Door) -> None:
+    client = door.client()
+    assert Shown(client)("workers_serving", model=MODEL) == 0
+    place = worker_queries.Place(name="w", models=("f" * 64, DIGEST))
+    door.db.run(lambda session: worker_queries.register(session, "w:1:a", "f" * 64, place))
+    shown = Shown(client)
+    assert (shown("workers_live", model=MODEL), shown("workers_serving", model=MODEL)) == (0, 1), "it has its turn"
 
 
 def test_work_that_waits_for_the_night_has_no_age(door: Door) -> None:

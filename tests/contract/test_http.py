@@ -15,8 +15,12 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
 
+from batchsvc.accounts import service as accounts
+from batchsvc.accounts.scopes import READ_ALL
 from batchsvc.app import create_app
+from batchsvc.batches import queries
 from batchsvc.batches.tables import Batch
 from batchsvc.settings import Settings
 from tests.contract.conftest import MODEL, Api, on_sqlite
@@ -204,10 +208,28 @@ def test_metrics(api: Api) -> None:
         assert counts[f'batchsvc_batches{{status="{status}"}}'] == rows.get(status, 0)
 
 
-def test_metrics_need_a_key_from_elsewhere(api: Api) -> None:
+def test_metrics_need_an_admin_key_from_elsewhere(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the database is away: then one that was good before is taken, so that somebody is told."""
+
+    def away(*_: object) -> None:
+        raise OperationalError("select", {}, Exception("away"))
+
     elsewhere = TestClient(create_app(api.settings, NullDispatcher()), client=("192.0.2.7", 50_000))
     assert envelope(elsewhere.get("/metrics"), 401)
-    assert elsewhere.get("/metrics", headers={"Authorization": f"Bearer {api.key}"}).status_code == 200
+    with api.db.transaction() as session:
+        project_id = accounts.project_of(session, "operations")
+        row, admin = accounts.create_key(session, project_id, "scraper", is_admin=True)
+        row.scopes = [READ_ALL]
+        _, tenant = accounts.create_key(session, project_id, "tenant")
+    answer = elsewhere.get("/metrics", headers={"Authorization": f"Bearer {tenant}"})
+    assert envelope(answer, 403)["code"] == "admin_only", "it tells of all tenants"
+    assert elsewhere.get("/metrics", headers={"Authorization": f"Bearer {admin}"}).status_code == 200
+    monkeypatch.setattr(accounts, "caller", away)
+    monkeypatch.setattr(queries, "probe_write", away)
+    for _ in range(2):
+        shown = elsewhere.get("/metrics", headers={"Authorization": f"Bearer {admin}"})
+        assert shown.status_code == 200 and 'batchsvc_part_up{part="database"} 0.0' in shown.text
+    assert envelope(elsewhere.get("/metrics", headers={"Authorization": f"Bearer {tenant}"}), 503)
 
 
 def test_a_bug_is_a_500_that_tells_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

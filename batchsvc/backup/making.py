@@ -33,6 +33,7 @@ from batchsvc.db.session import Database
 from batchsvc.db.snapshot import snapshot_of
 from batchsvc.errors import NotFoundError
 from batchsvc.store.s3 import Bucket
+from batchsvc.tables import metadata
 
 HOLD_S = 900.0  # beyond its last prolongation
 _PROLONG_S = 60.0
@@ -148,7 +149,7 @@ class _Attempt:
         vault.begin(name)
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=vault.root) as scratch, vault.explained():
             self._say("Copying the database.")
-            with snapshot_of(database_url, Path(scratch)) as snapshot:
+            with snapshot_of(database_url, Path(scratch), metadata.tables.keys()) as snapshot:
                 files = []
                 for file in snapshot.files:
                     stored = vault.write(name, file.name, self._held(file.pieces()))

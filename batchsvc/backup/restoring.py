@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from batchsvc.audit.actions import Action
@@ -36,6 +37,7 @@ from batchsvc.settings import Settings
 from batchsvc.store import keys
 from batchsvc.store.pieces import put_pieces
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.tables import metadata
 
 T = TypeVar("T")
 
@@ -86,7 +88,8 @@ def check_source(vault: Vault, manifest: Manifest, say: Callable[[str], None]) -
 
 
 def check_database(manifest: Manifest, settings: Settings, *, overwrite: bool) -> None:
-    """Raises BackupError if somebody works with the database, or (unless told to overwrite) if it isn't empty."""
+    """Raises BackupError if somebody works with the database, if it has tables of somebody else's, or (unless told to
+    overwrite) if it isn't empty; UnavailableError if pg_restore is needed, and none that the server takes is here."""
     url = settings.database_url
     if snapshot.family(url) != snapshot.family(manifest.kind):
         raise BackupError(
@@ -94,11 +97,15 @@ def check_database(manifest: Manifest, settings: Settings, *, overwrite: bool) -
             + ("with --from-env into PostgreSQL." if snapshot.family(url) == "SQLite" else "into SQLite.")
         )
     _refuse_running(url)
-    has_schema, has_rows = _look(url)
-    if has_schema and has_rows and not overwrite:
+    if _look(url) and not overwrite:
         raise BackupError(
-            "The database isn't empty: restore into a fresh one, or say --overwrite, which drops what it holds."
+            "The database isn't empty: restore into a fresh one, or say --overwrite, which drops what it holds (also "
+            "after a restore that was broken off here)."
         )
+    if manifest.kind == "postgresql-dump":
+        from batchsvc.db.postgres_snapshot import restoring_program
+
+        restoring_program(url)
 
 
 def check_bucket(saved: list[SavedObject], store: ObjectStore, *, overwrite: bool) -> None:
@@ -122,10 +129,12 @@ def restore(
     store: ObjectStore,
     *,
     seals: Seals,
+    overwrite: bool,
     shift_deadlines: bool,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Restored:
-    """Put a checked backup in place. Raises UnavailableError when database or store don't answer."""
+    """Put a checked backup in place. Raises UnavailableError when database or store don't answer, and BackupError if
+    somebody came to the database since it was checked."""
     say(f"Copying {len(saved):,} objects into the bucket {store.bucket}.")
     etags: dict[str, str] = {}
     num_copied = 0
@@ -144,30 +153,36 @@ def restore(
         )
         for file in manifest.database
     ]
+    found: list[tuple[int, int]] = []
+
+    def settle(session: Session) -> int:
+        now = database_now_ms(session)
+        later_ms = max(0, now - manifest.created_ms) if shift_deadlines else 0
+        gone = sorted(set(snapshot_queries.passing_keys(session)).difference(one.key for one in saved))
+        unfinished = snapshot_queries.settle(session, etags=etags, gone=gone, later_ms=later_ms)
+        told: dict[str, str | int] = {
+            "made_by": manifest.made_by,
+            "made_ms": manifest.created_ms,
+            "objects": len(saved),
+        }
+        record(session, at_command_line(), Action.BACKUP_RESTORED, manifest.name, details=told)
+        return unfinished
+
+    def settle_at(loaded_url: str) -> None:
+        migrate.upgrade(loaded_url)
+        db = Database(loaded_url)
+        try:
+            unfinished = db.run(settle)
+            with db.reading() as session:
+                found.append((unfinished, store_service.num_sealed_shut(session, seals)))
+        finally:
+            db.dispose()
+
     with tempfile.TemporaryDirectory(prefix="batchsvc-restore-") as scratch:
-        snapshot.load(url, manifest.kind, manifest.revision, files, Path(scratch))
-    migrate.upgrade(url)
-    db = Database(url)
-    try:
-
-        def settle(session: Session) -> int:
-            now = database_now_ms(session)
-            later_ms = max(0, now - manifest.created_ms) if shift_deadlines else 0
-            gone = sorted(set(snapshot_queries.passing_keys(session)).difference(one.key for one in saved))
-            unfinished = snapshot_queries.settle(session, etags=etags, gone=gone, later_ms=later_ms)
-            told: dict[str, str | int] = {
-                "made_by": manifest.made_by,
-                "made_ms": manifest.created_ms,
-                "objects": len(saved),
-            }
-            record(session, at_command_line(), Action.BACKUP_RESTORED, manifest.name, details=told)
-            return unfinished
-
-        unfinished = db.run(settle)
-        with db.reading() as session:
-            shut = store_service.num_sealed_shut(session, seals)
-    finally:
-        db.dispose()
+        check_database(manifest, settings, overwrite=overwrite)  # again: much time has passed
+        ours = metadata.tables.keys()
+        snapshot.load(url, manifest.kind, manifest.revision, files, Path(scratch), ours, settle=settle_at)
+    ((unfinished, shut),) = found
     return Restored(
         num_objects=len(saved),
         num_copied=num_copied,
@@ -198,20 +213,36 @@ def _refuse_running(url: str) -> None:
         )
 
 
-def _look(url: str) -> tuple[bool, bool]:
-    """Whether there are tables, and whether anybody works with them."""
+def _look(url: str) -> bool:
+    """Whether anybody's work is in the database. Raises BackupError if it has tables that aren't this service's."""
     if snapshot.family(url) == "SQLite":
         from batchsvc.db.sqlite_snapshot import path_of
 
         if not path_of(url).exists():
-            return False, False
+            return False
     db = Database(url)
     try:
         with db.reading() as session:
             names = snapshot.tables_of(session.connection())
-            return bool(names), "projects" in names and snapshot_queries.has_projects(session)
+            others = sorted(snapshot.others_of(session.connection(), metadata.tables.keys()))
+            if names and not others and not _is_ours(session, names):
+                others = sorted(names)
+            if others:
+                raise BackupError(
+                    f"The database holds tables that aren't this version's (such as {others[0]}), and no restore drops "
+                    "these: restore into a database of its own."
+                )
+            return "projects" in names and snapshot_queries.has_projects(session)
     finally:
         db.dispose()
+
+
+def _is_ours(session: Session, names: set[str]) -> bool:
+    """Whether our migrations made the tables: then there is a revision of ours, and none without any table."""
+    if "alembic_version" not in names:
+        return False
+    revisions = session.scalars(text("SELECT version_num FROM alembic_version")).all()
+    return all(map(migrate.is_known, revisions)) and (bool(revisions) or names == {"alembic_version"})
 
 
 def _put(vault: Vault, store: ObjectStore, saved: SavedObject) -> tuple[str, bool]:

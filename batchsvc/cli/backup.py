@@ -145,6 +145,7 @@ def restore(
             place.settings,
             store,
             seals=Seals.of(secret_key),
+            overwrite=overwrite,
             shift_deadlines=shift_deadlines,
             say=console.say,
         )

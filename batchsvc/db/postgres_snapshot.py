@@ -1,9 +1,11 @@
 """Snapshots of PostgreSQL: by pg_dump and pg_restore where they are at hand, else each table by COPY.
 
 Own copies need no program and take any server: in one transaction (REPEATABLE READ, READ ONLY) the rows of every table
-go out as COPY's text. To load them, an empty database is migrated to the revision that they were copied at, the tables
-are emptied of what migrations put there, and the rows go in, in the order of foreign keys, with our triggers switched
-off: what these would write is among the rows already.
+go out as COPY's text. To load them, again in one transaction, our tables are dropped and made by migrations up to the
+revision that they were copied at, emptied of what these put there, and the rows go in, in the order of foreign keys,
+with our triggers switched off: what these would write is among the rows already.
+
+The programs have to be of the server's own version: what a newer pg_restore sends, an older server may refuse.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,16 +28,24 @@ from sqlalchemy.orm import Session
 
 from batchsvc.db import migrate
 from batchsvc.db.session import Database, database_now_ms
-from batchsvc.db.snapshot import Kind, Snapshot, SnapshotFile, revision_of, without_password
+from batchsvc.db.snapshot import (
+    VERSION_TABLE,
+    Kind,
+    Snapshot,
+    SnapshotFile,
+    others_of,
+    revision_of,
+    tables_of,
+    without_password,
+)
 from batchsvc.errors import UnavailableError
 
-_VERSION_TABLE = "alembic_version"
 _DUMP = "database.dump.zst"
 _NO_LIMITS = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
 
 
 @contextmanager
-def taken(database_url: str) -> Iterator[Snapshot]:
+def taken(database_url: str, tables: Collection[str]) -> Iterator[Snapshot]:
     """See snapshot_of."""
     database = Database(database_url)
     try:
@@ -45,9 +55,9 @@ def taken(database_url: str) -> Iterator[Snapshot]:
             now_ms, revision = database_now_ms(session), revision_of(session)
             if program := _program("pg_dump", _server_major(session)):
                 kind: Kind = "postgresql-dump"
-                files = [_dump(program, database_url, session)]
+                files = [_dump(program, database_url, session, tables)]
             else:
-                kind, files = "postgresql-copy", _tables(session)
+                kind, files = "postgresql-copy", _tables(session, tables)
             yield Snapshot(kind=kind, revision=revision, now_ms=now_ms, session=session, files=tuple(files))
     except OperationalError as error:
         raise UnavailableError(f"The database doesn't answer: {without_password(str(error.orig))}.") from error
@@ -55,11 +65,11 @@ def taken(database_url: str) -> Iterator[Snapshot]:
         database.dispose()
 
 
-def load_tables(database_url: str, revision: str, files: list[SnapshotFile]) -> None:
-    """Load an own copy: see above."""
-    _clear(database_url)
-    migrate.upgrade_to(database_url, revision)
+def load_tables(database_url: str, revision: str, files: list[SnapshotFile], tables: Collection[str]) -> None:
+    """Load an own copy: see above. A failure changes nothing."""
     with _working(database_url) as connection:
+        _clear(connection, tables)
+        migrate.upgrade_within(connection, revision)
         names = [str(file.table) for file in files]
         for name in names:
             _switch_triggers(connection, name, "DISABLE")
@@ -74,23 +84,36 @@ def load_tables(database_url: str, revision: str, files: list[SnapshotFile]) -> 
             _set_sequences(connection, str(file.table), file.columns)
 
 
-def load_dump(database_url: str, file: SnapshotFile, scratch: Path) -> None:
-    """Load what pg_dump wrote. Raises UnavailableError where pg_restore is missing, or fails."""
+def restoring_program(database_url: str) -> str:
+    """The pg_restore that this server takes. Raises UnavailableError where it isn't at hand."""
     with _working(database_url) as connection:
         major = _major(connection)
     program = _program("pg_restore", major)
     if program is None:
         raise UnavailableError(
-            f"The backup's database was written by pg_dump: install PostgreSQL's client programs ({major} or newer), "
-            "so that pg_restore is on PATH."
+            f"The backup's database was written by pg_dump: install the client programs of PostgreSQL {major}, which "
+            "the server is of, so that this pg_restore is on PATH."
         )
+    return program
+
+
+def load_dump(database_url: str, file: SnapshotFile, scratch: Path, tables: Collection[str]) -> None:
+    """Load what pg_dump wrote. Raises UnavailableError where pg_restore is missing, can't read that, or fails."""
+    program = restoring_program(database_url)
     packed = scratch / "database.dump"
     try:
         with packed.open("xb") as sink:
             for piece in file.pieces():
                 sink.write(piece)
-        _clear(database_url)
         env = _environment(database_url)
+        listed = subprocess.run([program, "--list", str(packed)], env=env, capture_output=True, text=True, check=False)
+        if listed.returncode:
+            raise UnavailableError(
+                f"pg_restore can't read what pg_dump wrote ({without_password(listed.stderr)}). Nothing was dropped; "
+                "restore into a PostgreSQL as new as the one that the backup is of, with its client programs."
+            )
+        with _working(database_url) as connection:
+            _clear(connection, tables)
         arguments = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges"]
         done = subprocess.run(
             [program, *arguments, f"--dbname={env['PGDATABASE']}", str(packed)],
@@ -100,7 +123,10 @@ def load_dump(database_url: str, file: SnapshotFile, scratch: Path) -> None:
             check=False,
         )
         if done.returncode:
-            raise UnavailableError(f"pg_restore could not load the database: {without_password(done.stderr)}.")
+            raise UnavailableError(
+                f"pg_restore could not load the database: {without_password(done.stderr)}. The database is empty now: "
+                "remove the cause, and run the restore again with --overwrite."
+            )
     finally:
         packed.unlink(missing_ok=True)
 
@@ -115,13 +141,17 @@ def others_connected(database_url: str) -> int:
         return int(connection.execute(text(asked)).scalar_one())
 
 
-def _dump(program: str, database_url: str, session: Session) -> SnapshotFile:
+def _dump(program: str, database_url: str, session: Session, tables: Collection[str]) -> SnapshotFile:
     moment = session.execute(text("SELECT pg_export_snapshot()")).scalar_one()
+    others = [f"--exclude-table={_quoted(name)}" for name in sorted(others_of(session.connection(), tables))]
 
     def pieces() -> Iterable[bytes]:
         arguments = ["--format=custom", "--compress=0", "--no-owner", "--no-privileges", f"--snapshot={moment}"]
         process = subprocess.Popen(
-            [program, *arguments], env=_environment(database_url), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [program, *arguments, *others],
+            env=_environment(database_url),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         assert process.stdout is not None, "a pipe"
         assert process.stderr is not None, "a pipe"
@@ -135,14 +165,14 @@ def _dump(program: str, database_url: str, session: Session) -> SnapshotFile:
     return SnapshotFile(name=_DUMP, pieces=pieces)
 
 
-def _tables(session: Session) -> list[SnapshotFile]:
-    """Every table, in the order in which foreign keys let them be loaded."""
+def _tables(session: Session, tables: Collection[str]) -> list[SnapshotFile]:
+    """Every table of ours, in the order in which foreign keys let them be loaded."""
     connection = session.connection()
     known = MetaData()
-    known.reflect(connection)
+    known.reflect(connection, only=lambda name, _: name in tables, resolve_fks=False)
     files = []
     for table in known.sorted_tables:
-        if table.name != _VERSION_TABLE:
+        if table.name != VERSION_TABLE:
             columns = tuple(column.name for column in table.columns)
             statement = f"COPY {_quoted(table.name)} ({', '.join(map(_quoted, columns))}) TO STDOUT"
             file = SnapshotFile(
@@ -176,22 +206,21 @@ def _working(database_url: str) -> Iterator[Connection]:
         database.dispose()
 
 
-def _clear(database_url: str) -> None:
-    """Drop all tables of the database, and the functions of their triggers."""
-    with _working(database_url) as connection:
-        known = MetaData()
-        known.reflect(connection)
-        functions = connection.execute(
-            text(
-                "SELECT DISTINCT t.tgfoid::regprocedure::text FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid"
-                " WHERE NOT t.tgisinternal AND c.relnamespace = current_schema()::regnamespace"
-            )
-        ).scalars()
-        dropped = list(functions)
-        for table in known.tables.values():
-            connection.execute(text(f"DROP TABLE {_quoted(table.name)} CASCADE"))
-        for function in dropped:
-            connection.execute(text(f"DROP FUNCTION IF EXISTS {function}"))
+def _clear(connection: Connection, tables: Collection[str]) -> None:
+    """Drop these tables and the one of migrations, and the functions of their triggers; never what others made."""
+    ours = sorted({*tables, VERSION_TABLE} & tables_of(connection))
+    functions = connection.execute(
+        text(
+            "SELECT DISTINCT t.tgfoid::regprocedure::text FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid"
+            " WHERE NOT t.tgisinternal AND c.relnamespace = current_schema()::regnamespace AND c.relname = ANY(:ours)"
+        ),
+        {"ours": ours},
+    ).scalars()
+    dropped = list(functions)
+    if ours:  # all at once, for they refer to each other; a view of somebody's on one of them stops it
+        connection.execute(text("DROP TABLE " + ", ".join(map(_quoted, ours))))
+    for function in dropped:
+        connection.execute(text(f"DROP FUNCTION IF EXISTS {function}"))
 
 
 def _switch_triggers(connection: Connection, table: str, verb: str) -> None:
@@ -227,22 +256,23 @@ def _major(connection: Connection) -> int:
     return int(connection.execute(text("SHOW server_version_num")).scalar_one()) // 10_000
 
 
-def _program(name: str, least_major: int) -> str | None:
-    """A program of PostgreSQL's on PATH that knows this server, or None."""
+def _program(name: str, major: int) -> str | None:
+    """A program of PostgreSQL's on PATH of the server's own major version, or None."""
     path = shutil.which(name)
     if path is None:
         return None
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"(\d+)(?:\.\d+)*", said)
-    return path if found and int(found[1]) >= least_major else None
+    return path if found and int(found[1]) == major else None
 
 
 def _environment(database_url: str) -> dict[str, str]:
-    """How libpq's programs are told where the database is: never by argv, where `ps` would show the password."""
+    """How libpq's programs are told where the database is: never by argv, where `ps` would show the password. What
+    the URL leaves out they take from PG* variables, as our own connections do."""
     plain = re.sub(r"^postgresql\+psycopg://", "postgresql://", database_url)
     given = conninfo_to_dict(plain)
     names = {option.keyword.decode(): option.envvar for option in pq.Conninfo.get_defaults()}
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    env = dict(os.environ)
     for keyword, value in given.items():
         if (variable := names.get(keyword)) and value is not None:
             env[variable.decode()] = str(value)

@@ -8,7 +8,7 @@ All of PostgreSQL's are read in one read-only transaction that sees a single mom
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Literal
 
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
+
+VERSION_TABLE = "alembic_version"
 
 Kind = Literal["sqlite", "postgresql-copy", "postgresql-dump"]
 
@@ -42,8 +44,9 @@ class Snapshot:
     files: tuple[SnapshotFile, ...]
 
 
-def snapshot_of(database_url: str, scratch: Path) -> AbstractContextManager[Snapshot]:
-    """The snapshot of this moment. `scratch` is a folder for whatever is as large as the database.
+def snapshot_of(database_url: str, scratch: Path, tables: Collection[str]) -> AbstractContextManager[Snapshot]:
+    """The snapshot of this moment. `scratch` is a folder for whatever is as large as the database; `tables` are ours:
+    of PostgreSQL, which others may share, it has no others.
 
     Raises UnavailableError if the database doesn't answer or isn't sound.
     """
@@ -53,26 +56,37 @@ def snapshot_of(database_url: str, scratch: Path) -> AbstractContextManager[Snap
         return sqlite_snapshot.taken(database_url, scratch)
     from batchsvc.db import postgres_snapshot
 
-    return postgres_snapshot.taken(database_url)
+    return postgres_snapshot.taken(database_url, tables)
 
 
-def load(database_url: str, kind: Kind, revision: str, files: Iterable[SnapshotFile], scratch: Path) -> None:
-    """Put a snapshot in the place of whatever the database holds, all of it or nothing.
+def load(
+    database_url: str,
+    kind: Kind,
+    revision: str,
+    files: Iterable[SnapshotFile],
+    scratch: Path,
+    tables: Collection[str],
+    *,
+    settle: Callable[[str], None],
+) -> None:
+    """Put a snapshot in the place of what is in these tables of the database, and `settle` the database of a URL.
 
-    The schema is that of `revision` afterwards. Raises UnavailableError where that can't be done, and SchemaError for
-    a revision that this version doesn't know.
+    SQLite's is settled before it takes its place, so all happens or nothing. PostgreSQL is loaded in one transaction
+    and settled behind it; where pg_restore fails, its tables are gone, and the message says so. Raises UnavailableError
+    where the snapshot can't be loaded, and SchemaError for a revision that this version doesn't know.
     """
     if kind == "sqlite":
         from batchsvc.db import sqlite_snapshot
 
-        sqlite_snapshot.load(database_url, next(iter(files)))
+        sqlite_snapshot.load(database_url, next(iter(files)), settle)
         return
     from batchsvc.db import postgres_snapshot
 
     if kind == "postgresql-dump":
-        postgres_snapshot.load_dump(database_url, next(iter(files)), scratch)
+        postgres_snapshot.load_dump(database_url, next(iter(files)), scratch, tables)
     else:
-        postgres_snapshot.load_tables(database_url, revision, list(files))
+        postgres_snapshot.load_tables(database_url, revision, list(files), tables)
+    settle(database_url)
 
 
 def family(kind_or_url: str) -> str:
@@ -85,6 +99,13 @@ def tables_of(connection: Connection) -> set[str]:
     from sqlalchemy import inspect
 
     return set(inspect(connection).get_table_names())
+
+
+def others_of(connection: Connection, tables: Collection[str]) -> set[str]:
+    """Names of tables and views that are there beside `tables` and the one of migrations."""
+    from sqlalchemy import inspect
+
+    return (tables_of(connection) | set(inspect(connection).get_view_names())) - {*tables, VERSION_TABLE}
 
 
 def revision_of(session: Session) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -43,31 +43,33 @@ def taken(database_url: str, scratch: Path) -> Iterator[Snapshot]:
             )
     finally:
         database.dispose()
-        for suffix in ("", "-wal", "-shm"):
-            copy.with_name(copy.name + suffix).unlink(missing_ok=True)
+        _remove(copy)
 
 
-def load(database_url: str, file: SnapshotFile) -> None:
-    """Put a copy in the place of the database. Nobody may have that open: see `is_in_use`."""
+def load(database_url: str, file: SnapshotFile, settle: Callable[[str], None]) -> None:
+    """Settle a copy, and put it in the place of the database. Nobody may have that open: see `is_in_use`."""
     path = path_of(database_url)
     fresh = path.with_name(f".{path.name}.restored")
-    fresh.unlink(missing_ok=True)
+    _remove(fresh)
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(handle, "wb") as sink:
             for piece in file.pieces():
                 sink.write(piece)
-            sink.flush()
-            os.fsync(sink.fileno())
         with closing(sqlite3.connect(fresh)) as copy:
             _check(copy, fresh)
+        settle(f"sqlite:///{fresh}")
+        with closing(sqlite3.connect(fresh)) as copy:
+            copy.execute("PRAGMA journal_mode=DELETE")  # so that the one file is all of it
+        with fresh.open("rb") as settled:
+            os.fsync(settled.fileno())
         for suffix in ("-wal", "-shm"):  # of the database before: they would be taken for the new one's
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         fresh.replace(path)
     except sqlite3.Error as error:
         raise UnavailableError(f"The copy of the database can't be used: {error}.") from error
     finally:
-        fresh.unlink(missing_ok=True)
+        _remove(fresh)
 
 
 def is_in_use(database_url: str) -> bool:
@@ -90,6 +92,11 @@ def is_in_use(database_url: str) -> bool:
 def path_of(database_url: str) -> Path:
     """The file of a sqlite:/// URL."""
     return Path(make_url(database_url).database or "")
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

@@ -6,26 +6,35 @@ import json
 import re
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
+from batchsvc.accounts.tables import Project
+from batchsvc.backup import restoring
+from batchsvc.backup.manifest import SavedObject
 from batchsvc.backup.vault import Vault
+from batchsvc.batches import snapshot_queries
 from batchsvc.cli.exits import CommandError
-from batchsvc.db import migrate
+from batchsvc.db import migrate, postgres_snapshot
 from batchsvc.db.session import Database
+from batchsvc.db.snapshot import tables_of
+from batchsvc.errors import UnavailableError
 from batchsvc.files.tables import TenantStore
 from batchsvc.sealing import Seals
 from batchsvc.settings import Settings
 from batchsvc.stack.datadir import DataDir
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.tables import metadata
 from tests import servers
 from tests.batchsvc.backup.conftest import Command, Env
 from tests.batchsvc.backup.test_backup import made, on_sqlite, refusal, work
 from tests.workers.conftest import World
 
+on_postgresql = pytest.mark.parametrize("migrated_url", ["postgresql"], indirect=True)
 BOTH = pytest.mark.parametrize("migrated_url", ["sqlite", "postgresql"], indirect=True)
 MOSTLY_SQLITE = pytest.mark.parametrize(
     "migrated_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True
@@ -141,6 +150,129 @@ def test_a_place_that_is_not_empty_is_refused_unless_told(
         store.delete(["batch/another/part"])
         broken_off = made(command(elsewhere, "restore", backed_up.root, "--from-env", "--json"))
         assert broken_off["num_copied"] == 0, "what an interrupted restore has left is no obstacle"
+
+
+@BOTH
+def test_what_others_keep_in_the_database_is_neither_copied_nor_dropped(
+    backed_up: Vault, world: World, here: Env, there: Env, command: Command
+) -> None:
+    """A database that is shared, and one whose tables only have the names of ours."""
+    world.db.dispose()
+    manifest = backed_up.manifest(None)
+    for env, name in ((here, "theses"), (there, "projects")):
+        db = Database(env["DATABASE_URL"])
+        with db.transaction() as session:
+            session.execute(text(f"CREATE TABLE {name} (x INTEGER)"))
+        db.dispose()
+        said = refusal(command(env, "restore", backed_up.root, "--from-env", "--overwrite", path="/nowhere"))
+        assert f"such as {name}" in said and "a database of its own" in said
+        with db.reading() as session:
+            assert not session.execute(text(f"SELECT x FROM {name}")).all(), "it is still there"
+        db.dispose()
+    again = made(command(here, "backup", backed_up.root, "--from-env", "--json", path="/nowhere"))
+    if manifest.kind == "sqlite":
+        return
+    assert "theses" not in {file["table"] for file in again["database"]}
+    db = Database(here["DATABASE_URL"])
+    with db.engine.begin() as connection:
+        postgres_snapshot._clear(connection, metadata.tables.keys())
+        assert tables_of(connection) == {"theses"}
+    db.dispose()
+
+
+@on_postgresql
+def test_programs_of_another_version_are_not_used(
+    backed_up: Vault, world: World, here: Env, command: Command, tmp_path: Path
+) -> None:
+    """What another pg_restore sends, a server may refuse: COPY takes its place, or nothing is touched."""
+    database = Database(here["DATABASE_URL"])
+    with database.reading() as session:
+        major = postgres_snapshot._server_major(session)
+    database.dispose()
+    _program(tmp_path / "pg_dump", f"echo 'pg_dump (PostgreSQL) {major + 1}.1'")
+    said = made(command(here, "backup", backed_up.root, "--from-env", "--json", path=str(tmp_path)))
+    assert said["kind"] == "postgresql-copy"
+    world.db.dispose()
+    _change("kind", "postgresql-dump")(backed_up)
+    words = ("restore", backed_up.root, "--from-env", "--overwrite")
+    _program(tmp_path / "pg_restore", f"echo 'pg_restore (PostgreSQL) {major + 1}.1'")
+    refused = refusal(command(here, *words, path=str(tmp_path)))
+    assert f"install the client programs of PostgreSQL {major}, which the server is of" in refused
+    old = f"[ $1 = --version ] && echo 'pg_restore (PostgreSQL) {major}.1' || {{ echo too new >&2; exit 1; }}"
+    _program(tmp_path / "pg_restore", old)
+    refused = refusal(command(here, *words, path=str(tmp_path)))
+    assert "pg_restore can't read what pg_dump wrote (too new). Nothing was dropped" in refused
+    with database.reading() as session:
+        assert snapshot_queries.has_projects(session)
+    database.dispose()
+
+
+def _program(path: Path, does: str) -> None:
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+
+
+@on_postgresql
+def test_a_copy_that_cannot_be_loaded_leaves_the_database_as_it_was(
+    backed_up: Vault, world: World, here: Env, command: Command
+) -> None:
+    world.db.dispose()
+    manifest = json.loads((backed_up.folder(backed_up.finished()[-1]) / "manifest.json").read_bytes())
+    *files, last = manifest["database"]
+    _change("database", [*files, last | {"columns": [*last["columns"], "strange"]}])(backed_up)
+    assert command(here, "restore", backed_up.root, "--from-env", "--overwrite", path="/nowhere").exit_code
+    with world.db.reading() as session:
+        assert snapshot_queries.has_projects(session)
+    migrate.require_current(here["DATABASE_URL"])
+
+
+def test_programs_inherit_what_the_url_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PGSSLROOTCERT": "/ca.pem", "PGHOST": "elsewhere", "PGPASSWORD": "inherited"}.items():
+        monkeypatch.setenv(name, value)
+    env = postgres_snapshot._environment("postgresql+psycopg://me@db.example:6432/batches?sslmode=verify-full")
+    asked = ("PGSSLROOTCERT", "PGHOST", "PGPORT", "PGUSER", "PGPASSWORD", "PGDATABASE", "PGSSLMODE")
+    expected = ["/ca.pem", "db.example", "6432", "me", "inherited", "batches", "verify-full"]
+    assert [env[name] for name in asked] == expected
+
+
+@BOTH
+def test_whoever_comes_while_objects_are_copied_is_noticed(
+    backed_up: Vault, there: Env, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, come = restoring._put, threading.Lock()
+
+    def meddling(vault: Vault, store: ObjectStore, saved: SavedObject) -> tuple[str, bool]:
+        if come.acquire(blocking=False):
+            migrate.upgrade(there["DATABASE_URL"])
+            database = Database(there["DATABASE_URL"])
+            with database.transaction() as session:
+                session.add(Project(id="p", name="new", salt="s", created_ms=1))
+            database.dispose()
+        return put(vault, store, saved)
+
+    monkeypatch.setattr(restoring, "_put", meddling)
+    said = refusal(command(there, "restore", backed_up.root, "--from-env", path="/nowhere"))
+    assert "The database isn't empty" in said and "--overwrite" in said
+    database = Database(there["DATABASE_URL"])
+    with database.reading() as session:
+        assert session.get_one(Project, "p").name == "new"
+    database.dispose()
+
+
+@on_sqlite
+def test_a_database_takes_its_place_when_it_is_settled(
+    backed_up: Vault, there: Env, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore that ends in the middle of it has restored nothing."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise UnavailableError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(restoring, "record", fail)
+        assert refusal(command(there, "restore", backed_up.root, "--from-env")) == "killed"
+    assert not list(tmp_path.glob("*there.sqlite3*")), "nor is its copy left"
+    made(command(there, "restore", backed_up.root, "--from-env", "--json"))
 
 
 @on_sqlite

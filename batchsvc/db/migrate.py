@@ -33,6 +33,8 @@ from batchsvc.settings import Settings, SettingsError
 
 _LOCK = 0x6261746368737663  # "batchsvc": the key of PostgreSQL's advisory lock
 
+_WIPES = "0013"  # before this revision SQLite left what was deleted in the pages that it had freed
+
 _PATIENCE_MS, _PAUSE_S, _TRIES = 2_000, 3.0, 40  # of a migration that waits for a table
 _LOCKED = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
 
@@ -118,7 +120,10 @@ def upgrade_to(database_url: str, revision: str) -> None:
                 pass
             return
         with database.engine.begin() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
             upgrade_within(connection, revision)
+        if found is not None and found < _WIPES and not database.forget_freed():
+            sys.stderr.write("The file of the database keeps bytes of what was deleted long ago: VACUUM it.\n")
     except OperationalError as error:
         raise _silent(error) from error
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import inspect
@@ -43,3 +45,22 @@ def _is_wider(new: dict[str, Any], old: dict[str, Any]) -> bool:
     """Whether a text may only be longer than before."""
     lengths = [getattr(row["type"], "length", None) for row in (new, old)]
     return type(new["type"]) is type(old["type"]) and None not in lengths and lengths[0] > lengths[1]
+
+
+def test_what_older_versions_deleted_leaves_sqlite_s_file(tmp_path: Path) -> None:
+    path = tmp_path / "old.sqlite3"
+    migrate.upgrade_to(f"sqlite:///{path}", OLDEST)
+    connection = sqlite3.connect(path)
+    for statement in (
+        "PRAGMA secure_delete=OFF",
+        "CREATE TABLE words (word TEXT)",
+        "INSERT INTO words VALUES ('canary-3d1f')",
+        "DROP TABLE words",
+    ):
+        connection.execute(statement)
+    connection.commit()
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    assert b"canary-3d1f" in path.read_bytes()
+    migrate.upgrade(f"sqlite:///{path}")
+    assert not [file.name for file in tmp_path.iterdir() if b"canary-3d1f" in file.read_bytes()]

@@ -128,7 +128,7 @@ def test_row_25_no_worker_for_work(cluster: Cluster, scraper: Scraper, judge: Ju
     job = cluster.submit(20)
     scraper.fires("BatchsvcNoWorker")
     (labels,) = scraper.firing("BatchsvcNoWorker")
-    assert dict(labels) == {"model": MODEL}
+    assert dict(labels) == {"model": MODEL, "model_digest": cluster.model.digest}
     cluster.start("engine")
     scraper.is_quiet("BatchsvcNoWorker")
     cluster.wait(job, "completed")
@@ -274,7 +274,8 @@ def test_row_62_a_deadline_is_at_risk(cluster: Cluster, scraper: Scraper, judge:
     cluster.change_batch(job, created_ms=now - 20 * HOUR_MS, expires_ms=now + 4 * HOUR_MS)
     scraper.fires("BatchsvcDeadlineAtRisk")
     (labels,) = scraper.firing("BatchsvcDeadlineAtRisk")
-    assert dict(labels) == {"tier": cluster.batch(job).tier, "model": MODEL}
+    tier, digest = cluster.batch(job).tier, cluster.model.digest
+    assert dict(labels) == {"tier": tier, "model": MODEL, "model_digest": digest}
     cluster.start("engine")
     cluster.wait(job, "completed")
     scraper.is_quiet("BatchsvcDeadlineAtRisk")

@@ -57,8 +57,13 @@ class Restored:
     num_missing: int
 
 
-def check_source(vault: Vault, manifest: Manifest, say: Callable[[str], None]) -> list[SavedObject]:
-    """The objects of a backup that is whole and readable here. Raises SchemaError or BackupError for one that isn't."""
+def check_source(
+    vault: Vault, manifest: Manifest, say: Callable[[str], None], *, set_aside: bool = False
+) -> list[SavedObject]:
+    """The objects of a backup that is whole and readable here. Raises SchemaError or BackupError for one that isn't.
+
+    `set_aside`: objects with other bytes are moved out of the way, so that the next backup copies them again.
+    """
     if not migrate.is_known(manifest.revision):
         raise SchemaError(
             f"The backup was made by a newer version ({manifest.made_by}, revision {manifest.revision}): a database is "
@@ -78,11 +83,24 @@ def check_source(vault: Vault, manifest: Manifest, say: Callable[[str], None]) -
             f"(the first: {missing[0]}). Nothing was changed; copy {vault.root} whole, or use another backup."
         )
     sound = _in_threads(vault.is_sound, saved)
-    damaged = [one.key for one, is_sound in zip(saved, sound, strict=True) if not is_sound]
+    damaged = [one for one, is_sound in zip(saved, sound, strict=True) if not is_sound]
     if damaged:
-        raise BackupError(
+        told = (
             f"The backup is damaged: {len(damaged):,} of {len(saved):,} objects have other bytes than they had (the "
-            f"first: {damaged[0]}). Nothing was changed; use another copy of {vault.root}, or another backup."
+            f"first: {damaged[0].key}). "
+        )
+        if set_aside:
+            try:
+                vault.set_aside(damaged)
+            except BackupError as error:
+                raise BackupError(f"{told}They can't be moved aside: {error.message}") from error
+            raise BackupError(
+                f"{told}They lie in {vault.damaged} now: make a backup, which copies again those that the service "
+                f"still has, or use another copy of {vault.root}."
+            )
+        raise BackupError(
+            f"{told}Nothing was changed; use another copy of {vault.root}, or another backup. (`restore --check` moves "
+            "them aside, so that the next backup copies them again.)"
         )
     return saved
 

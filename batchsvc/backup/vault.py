@@ -2,6 +2,7 @@
 
     T/objects/ab/cdef...      every object once, by the sha256 of its bytes
     T/backups/NAME/           the database, the list of objects, and last manifest.json: without it, never finished
+    T/damaged/cdef...         objects that `restore --check` found to have other bytes; gone with the next pruning
     T/lock                    held by whoever writes here
 
 Whatever is written gets its name when it is whole. The directory is the user's alone: a backup holds what users sent.
@@ -35,7 +36,7 @@ class Vault:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._objects, self._backups = root / "objects", root / "backups"
+        self._objects, self._backups, self.damaged = root / "objects", root / "backups", root / "damaged"
 
     @classmethod
     @contextmanager
@@ -119,6 +120,7 @@ class Vault:
         for name in old:
             (self.folder(name) / MANIFEST).unlink()  # first: half a backup must not pass for one
             shutil.rmtree(self.folder(name))
+        shutil.rmtree(self.damaged, ignore_errors=True)
         if old:
             needed = {saved.sha256 for name in self.finished() for saved in self.objects(self.manifest(name))}
             for path in self._objects.glob("??/*"):
@@ -148,6 +150,13 @@ class Vault:
         """Whether the bytes of an object that is here are what they were."""
         with self.path_of(saved.sha256).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == saved.sha256
+
+    def set_aside(self, saved: Iterable[SavedObject]) -> None:
+        """Move damaged objects out of the way, so that the next backup copies them again. Raises BackupError."""
+        with Vault.for_writing(self.root), self.explained():
+            self.damaged.mkdir(exist_ok=True, mode=0o700)
+            for sha256 in {one.sha256 for one in saved}:
+                self.path_of(sha256).replace(self.damaged / sha256)
 
     def add(self, pieces: Iterable[bytes]) -> tuple[str, int]:
         """Keep an object that comes in pieces. Returns its sha256 and its size. Thread-safe."""

@@ -95,7 +95,11 @@ def restore(
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Only list the backups in SOURCE.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Restore nothing: read all of the backup and say whether it is whole.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Restore nothing: read all of the backup, say whether it is whole, move damaged objects aside.",
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Drop what the target's database holds, and replace objects.")
@@ -125,7 +129,7 @@ def restore(
         return
     manifest = vault.manifest(name)
     if check:
-        saved = check_source(vault, manifest, console.say)
+        saved = check_source(vault, manifest, console.say, set_aside=True)
         console.result(asdict(manifest))
         console.out(f"Backup {manifest.name} is whole: the database, and {len(saved):,} objects.")
         return

@@ -117,10 +117,29 @@ def test_a_backup_that_is_not_whole_changes_nothing(
         if "target is" not in says:
             checked = refusal(command(there, "restore", harmed.root, "--check"))
             assert re.search(says, checked), checked
+        if harm is _flip_bit:
+            shutil.rmtree(harmed.root)  # the check has moved it aside
+            harm(Vault(shutil.copytree(backed_up.root, harmed.root)))
         said = refusal(command(there, "restore", harmed.root, "--from-env"))
         assert re.search(says, said), said
         assert not Path(there["DATABASE_URL"].removeprefix("sqlite:///")).exists()
         assert not list(store.list_keys("")), "nothing was copied"
+
+
+@on_sqlite
+def test_a_damaged_object_is_copied_again_after_a_check(backed_up: Vault, here: Env, command: Command) -> None:
+    _flip_bit(backed_up)
+    first = made(command(here, "backup", backed_up.root, "--from-env", "--json"))
+    assert first["num_copied"] == 0, "its size is what it was"
+    with Vault.for_writing(backed_up.root):
+        said = refusal(command(here, "restore", backed_up.root, "--check"))
+    assert "They can't be moved aside: Another backup is being written" in said
+    said = refusal(command(here, "restore", backed_up.root, "--check"))
+    assert f"They lie in {backed_up.damaged} now: make a backup" in said
+    assert len(list(backed_up.damaged.iterdir())) == 1
+    second = made(command(here, "backup", backed_up.root, "--from-env", "--json", "--keep", 2))
+    assert second["num_copied"] >= 1 and not backed_up.damaged.exists(), "what users sent isn't kept for ever"
+    assert command(here, "restore", backed_up.root, "--check").exit_code == 0
 
 
 @BOTH

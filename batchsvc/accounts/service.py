@@ -67,14 +67,6 @@ def project_named(session: Session, name: str) -> Project | None:
     return queries.project_named(session, name)
 
 
-def project_of(session: Session, project: str) -> str:
-    """The id of a project that is given by id or by name; a name is made on first use."""
-    if project.startswith("proj_"):
-        return project
-    found = queries.project_named(session, project) or create_project(session, project)
-    return found.id
-
-
 def existing_project(session: Session, project: str) -> Project:
     """A project that is given by id or by name. Raises NotFoundError."""
     row = queries.project(session, project) or queries.project_named(session, project)

@@ -217,7 +217,7 @@ def test_metrics_need_an_admin_key_from_elsewhere(api: Api, monkeypatch: pytest.
     elsewhere = TestClient(create_app(api.settings, NullDispatcher()), client=("192.0.2.7", 50_000))
     assert envelope(elsewhere.get("/metrics"), 401)
     with api.db.transaction() as session:
-        project_id = accounts.project_of(session, "operations")
+        project_id = accounts.create_project(session, "operations").id
         row, admin = accounts.create_key(session, project_id, "scraper", is_admin=True)
         row.scopes = [READ_ALL]
         _, tenant = accounts.create_key(session, project_id, "tenant")

@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from batchsvc.audit.actions import Action
@@ -259,7 +258,7 @@ def _is_ours(session: Session, names: set[str]) -> bool:
     """Whether our migrations made the tables: then there is a revision of ours, and none without any table."""
     if "alembic_version" not in names:
         return False
-    revisions = session.scalars(text("SELECT version_num FROM alembic_version")).all()
+    revisions = snapshot.revisions_of(session)
     return all(map(migrate.is_known, revisions)) and (bool(revisions) or names == {"alembic_version"})
 
 

@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any
 
 import orjson
-from sqlalchemy import select
 
-from batchsvc.batches import part_file
+from batchsvc.batches import part_file, result_queries
 from batchsvc.batches.damage import DamagedObjectError, verified
-from batchsvc.batches.tables import Batch, Part
+from batchsvc.batches.tables import Batch
 from batchsvc.db.session import Database
 from batchsvc.errors import NotFoundError, UnavailableError
 from batchsvc.files import service as files
@@ -30,11 +29,7 @@ def counted(db: Database, store: ObjectStore, batch_id: str) -> dict[str, int]:
         if batch is None or batch.deleted_ms is not None:
             return {}
         file = files.find_stored(session, batch.project_id, batch.error_file_id) if batch.error_file_id else None
-        found = select(Part.s3_key, Part.sha256).where(
-            Part.batch_id == batch_id, Part.lines_err > 0, Part.is_void.is_(False)
-        )
-        newest = found.order_by(Part.created_ms.desc()).limit(_MOST_PARTS)
-        parts = [(key, sha256) for key, sha256 in session.execute(newest)] if file is None else []
+        parts = [] if file else result_queries.newest_parts_with_errors(session, batch_id, _MOST_PARTS)
     rows = _of_parts(store, parts) if file is None else _of_file(store, file.s3_key)
     codes: Counter[str] = Counter()
     with suppress(NotFoundError, UnavailableError, DamagedObjectError):  # then what was read until there is told

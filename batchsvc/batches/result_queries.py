@@ -86,3 +86,11 @@ def _held(session: Session, which: tuple[SQLColumnExpression[bool], ...]) -> lis
 def _part(row: Any) -> StoredPart:
     """From a row that begins with `_COLUMNS`."""
     return StoredPart(*row[: len(_COLUMNS)])
+
+
+def newest_parts_with_errors(session: Session, batch_id: str, limit: int) -> list[tuple[str, str]]:
+    """Key and sha256 of parts that hold error lines and count, the newest first."""
+    found = select(Part.s3_key, Part.sha256).where(
+        Part.batch_id == batch_id, Part.lines_err > 0, Part.is_void.is_(False)
+    )
+    return [(key, sha256) for key, sha256 in session.execute(found.order_by(Part.created_ms.desc()).limit(limit))]

@@ -108,6 +108,11 @@ def others_of(connection: Connection, tables: Collection[str]) -> set[str]:
     return (tables_of(connection) | set(inspect(connection).get_view_names())) - {*tables, VERSION_TABLE}
 
 
+def revisions_of(session: Session) -> list[str]:
+    """What alembic has noted; usually one."""
+    return list(session.scalars(text("SELECT version_num FROM alembic_version")))
+
+
 def revision_of(session: Session) -> str:
     """The revision of a database's schema."""
     return str(session.execute(text("SELECT version_num FROM alembic_version")).scalar_one())

@@ -42,6 +42,7 @@ def configure(level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=max(logging.INFO, getattr(logging, level.upper())), force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every URL, queries and all
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # each start looks at the schema: two lines that say nothing
 
 
 def warn_of_settings(sentences: Iterable[str]) -> None:

@@ -29,7 +29,6 @@ def dockerignore() -> str:
 def dockerfile(plan: Plan) -> str:
     """An image of this version: built beside the project's source, for a CPU or, with the extra `gpu`, for NVIDIA."""
     gpu = plan.device == "cuda"
-    torch = "" if gpu else " --extra-index-url https://download.pytorch.org/whl/cpu"
     extra = "[gpu]" if gpu else ""
     folders = "\n".join(f"COPY {name} /src/{name}" for name in _FOLDERS)
     return f"""\
@@ -37,9 +36,11 @@ def dockerfile(plan: Plan) -> str:
 FROM python:3.12-slim
 # a C++ compiler: kernels for the CPU are compiled at first use, and Triton needs one to launch its own
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# pip's own setting: name an index with torch's builds for CPUs where no GPU is used, else CUDA's libraries come along
+ARG PIP_EXTRA_INDEX_URL=
 COPY {" ".join(_FILES)} /src/
 {folders}
-RUN pip install --no-cache-dir{torch} "/src{extra}" && rm -rf /src \\
+RUN pip install --no-cache-dir "/src{extra}" && rm -rf /src \\
  && useradd --uid {UID} --user-group --home-dir /var/lib/batchsvc --create-home --shell /usr/sbin/nologin batchsvc
 USER {UID}:{UID}
 WORKDIR /var/lib/batchsvc

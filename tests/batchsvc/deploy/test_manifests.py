@@ -272,9 +272,10 @@ def test_compose_waits_for_the_api_and_then_starts_engines(tmp_path: Path) -> No
     assert starts == ["up --detach --wait api control", "up --detach"]
 
 
-def test_an_image_for_a_gpu_installs_the_extra_and_one_for_a_cpu_no_cuda() -> None:
+def test_an_image_for_a_gpu_installs_the_extra_and_the_builder_may_name_an_index() -> None:
     cpu, gpu = images.dockerfile(Plan()), images.dockerfile(Plan(device="cuda"))
     assert "[gpu]" in gpu
     assert "[gpu]" not in cpu
-    assert "whl/cpu" in cpu
+    before_the_install = cpu.partition("RUN pip install")[0]
+    assert "\nARG PIP_EXTRA_INDEX_URL=\n" in before_the_install, "pip reads it while the image is built"
     assert "USER 10001:10001" in cpu

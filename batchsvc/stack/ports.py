@@ -69,7 +69,8 @@ def choose(
         if name in remembered and _is_usable(name, remembered[name]) and held.take(remembered[name])
     }
     missing = tuple(name for name in (*_INNER, *workers) if name not in kept)
-    taken = frozenset({api, api - GRPC_OFFSET, *kept.values()})
+    used = (api, *kept.values())
+    taken = frozenset({*used, *(port - GRPC_OFFSET for port in used)})  # nor one whose gRPC twin they are
     ports = {"api": api, **kept, **choose_ports(missing, taken=taken, take=held.take)}
     directory.write_json("ports.json", ports)
     return ports

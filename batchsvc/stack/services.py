@@ -19,7 +19,9 @@ from batchsvc.errors import UnavailableError
 
 WEED_PORTS = ("s3", "filer", "master", "volume", "admin")
 GRPC_OFFSET = 10_000  # SeaweedFS expects gRPC at http + 10,000
-_LOWEST, _HIGHEST = 20_000, 32_000
+# ports and twins lie below those that the kernel gives to outgoing connections (32,768 on Linux), where any of ours
+# could be in use by someone's connection when its server starts again
+_LOWEST, _HIGHEST = 12_000, 22_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

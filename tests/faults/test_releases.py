@@ -26,7 +26,8 @@ from batchsvc.accounts import service as accounts
 from batchsvc.batches import snapshot_queries
 from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.batches.tables import Batch
-from batchsvc.db import migrate, postgres_snapshot
+from batchsvc.db import migrate
+from batchsvc.db.session import Database
 from batchsvc.files.tables import File
 from batchsvc.settings import Settings
 from batchsvc.stack.services import choose_ports
@@ -56,7 +57,11 @@ def empty(request: pytest.FixtureRequest, services: Services, tmp_path: Path) ->
         for file in path.parent.glob(path.name + "*"):
             file.unlink()
     else:
-        postgres_snapshot._clear(services.database_url)
+        database = Database(services.database_url)
+        with database.engine.begin() as connection:
+            connection.execute(text("DROP SCHEMA public CASCADE"))
+            connection.execute(text("CREATE SCHEMA public"))
+        database.engine.dispose()
     return services
 
 

@@ -6,8 +6,9 @@
 4. Write the manifest. From then on there is a backup.
 
 An object that is gone when its turn comes may have been let go since the moment of 2, by a process that knows no hold:
-then all is done once more. One that the database still names is lost, and the backup says so. Unfinished sequences are
-no such objects: their owners replace them all the time, and whoever misses them begins anew.
+then all is done once more. One that the database still names is lost, and the backup says so; where an earlier backup
+in the vault has it, this one has it too. Unfinished sequences are no such objects: their owners replace them all the
+time, and whoever misses them begins anew.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-
-import structlog
 
 from batchsvc.backup.manifest import BackupError, Manifest, SavedObject
 from batchsvc.backup.vault import OBJECTS, SCRATCH, Vault
@@ -43,17 +42,18 @@ _THREADS, _WINDOW = 8, 256
 _ASKED = 500  # keys in one statement: databases take some ten thousand parameters
 _LOOK_S = 1.0
 
-log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What came of it. `num_copied` and `bytes_copied`: what wasn't there before; `first_missing` of `num_missing`."""
+    """What came of it. `num_copied` and `bytes_copied`: what wasn't there before; `first_missing` of `num_missing`;
+    `num_held` objects were lost by the store, too, but an earlier backup had them, the first being `first_held`."""
 
     manifest: Manifest
     num_copied: int
     bytes_copied: int
     first_missing: str | None
+    num_held: int
+    first_held: str | None
 
 
 class Hold:
@@ -114,11 +114,19 @@ def make_backup(
                 if len(lost) == len(made.missing) or attempt == _ATTEMPTS:
                     break
                 say("Objects went while they were being copied: once more.")
+        named = _still_named(db, made.held) if made.held else set()  # the others were let go meanwhile
+        held = [key for key in made.held if key in named]
         vault.finish(made.manifest)
     finally:
         db.dispose()
-    first = made.missing[0] if made.missing else None
-    return Made(manifest=made.manifest, num_copied=made.num_copied, bytes_copied=made.bytes_copied, first_missing=first)
+    return Made(
+        manifest=made.manifest,
+        num_copied=made.num_copied,
+        bytes_copied=made.bytes_copied,
+        first_missing=made.missing[0] if made.missing else None,
+        num_held=len(held),
+        first_held=held[0] if held else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +135,7 @@ class _Copied:
     num_copied: int
     bytes_copied: int
     missing: list[str]
+    held: list[str]  # gone from the store, but in the vault
 
 
 class _Attempt:
@@ -143,6 +152,7 @@ class _Attempt:
     ) -> None:
         self._vault, self._name, self._store, self._hold, self._say = vault, name, store, hold, say
         self._known = known  # by key; what this attempt saves, the next one knows
+        self._held: list[str] = []
 
     def run(self, database_url: str, secrets: dict[str, str] | None) -> _Copied:
         vault, name = self._vault, self._name
@@ -152,7 +162,7 @@ class _Attempt:
             with snapshot_of(database_url, Path(scratch), metadata.tables.keys()) as snapshot:
                 files = []
                 for file in snapshot.files:
-                    stored = vault.write(name, file.name, self._held(file.pieces()))
+                    stored = vault.write(name, file.name, self._prolonging(file.pieces()))
                     files.append(stored.of_table(file.table, file.columns))
                 needed = set(snapshot_queries.named_keys(snapshot.session))
                 keys = sorted(needed.union(snapshot_queries.passing_keys(snapshot.session)))
@@ -183,6 +193,7 @@ class _Attempt:
             num_copied=len(fresh),
             bytes_copied=sum(one.size_bytes for one in fresh),
             missing=[one.key for one, _ in saved if not one.sha256],
+            held=sorted(key for key in self._held if key in needed),
         )
 
     def _copy(self, keys: list[str]) -> list[tuple[SavedObject, bool]]:
@@ -199,9 +210,8 @@ class _Attempt:
         return sorted(saved, key=lambda one: one[0].key)
 
     def _save(self, key: str) -> tuple[SavedObject, bool]:
-        info = self._store.head(key)
+        info, known = self._store.head(key), self._known.get(key)
         if info is not None:
-            known = self._known.get(key)
             if known and (known.etag, known.size_bytes) == (info.etag, info.size_bytes) and self._vault.has(known):
                 return known, False
             try:
@@ -212,9 +222,12 @@ class _Attempt:
                 if size != info.size_bytes:
                     raise BackupError(f"The object store gave {size} of {info.size_bytes} bytes of {key}: try again.")
                 return SavedObject(key=key, size_bytes=size, sha256=sha256, etag=info.etag), True
+        if known and self._vault.has(known):
+            self._held.append(key)
+            return known, False
         return SavedObject(key=key, size_bytes=0, sha256="", etag=""), False
 
-    def _held(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    def _prolonging(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         for piece in pieces:
             self._prolong()
             yield piece

@@ -29,6 +29,7 @@ from batchsvc.backup.manifest import MANIFEST, BackupError, Manifest, SavedObjec
 _CHUNK = 1 << 20
 SCRATCH = ".scratch-"  # what a backup needs while it is made
 OBJECTS, SECRETS = "objects.jsonl.zst", "secrets.json"
+_DISK = "lost+found"  # is on every fresh disk
 
 
 class Vault:
@@ -44,7 +45,7 @@ class Vault:
         """The vault while nobody else writes to it. Raises BackupError where it can't be."""
         vault = cls(root)
         with vault.explained():
-            if root.exists() and any(root.iterdir()) and not vault._backups.is_dir():
+            if not vault._backups.is_dir() and root.exists() and any(one.name != _DISK for one in root.iterdir()):
                 raise BackupError(f"{root} holds something else than backups: choose an empty or a new directory.")
             for directory in (root, vault._objects, vault._backups):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)

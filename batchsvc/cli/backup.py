@@ -68,9 +68,11 @@ def backup(
         made = make_backup(vault, url, store, is_live=place.is_live, secrets=secrets, say=console.say)
         if is_current:
             _note_backup(url, made.manifest.name, made.manifest.num_objects)
-        removed = vault.prune(keep) if keep else 0
+        # older backups may have what the store has lost
+        removed = vault.prune(keep) if keep and not made.manifest.num_missing else 0
     manifest, fresh_mb = made.manifest, made.bytes_copied / 1e6
     shown = asdict(manifest) | {"num_copied": made.num_copied, "bytes_copied": made.bytes_copied, "removed": removed}
+    shown["num_held"] = made.num_held
     console.result(shown)
     console.out(
         f"Backup {manifest.name}: revision {manifest.revision}, {manifest.num_objects:,} objects "
@@ -82,9 +84,15 @@ def backup(
             "(--include-secrets keeps it here)."
         )
     if manifest.num_missing:
+        kept = " Older backups were kept, for they may have them." if keep else ""
         raise CommandError(
             f"The backup is finished, but the store had lost {manifest.num_missing:,} objects that the database names "
-            f"(the first: {made.first_missing}): their lines are run again where that is possible."
+            f"(the first: {made.first_missing}): their lines are run again where that is possible.{kept}"
+        )
+    if made.num_held:
+        raise CommandError(
+            f"The backup is finished and whole, but the store has lost {made.num_held:,} objects that the database "
+            f"names (the first: {made.first_held}); an earlier backup had them, so a restore brings them back."
         )
 
 

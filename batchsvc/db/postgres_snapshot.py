@@ -136,7 +136,7 @@ def others_connected(database_url: str) -> int:
     with _working(database_url) as connection:
         asked = (
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
-            " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+            " AND pid <> pg_backend_pid() AND COALESCE(backend_type, 'client backend') = 'client backend'"
         )
         return int(connection.execute(text(asked)).scalar_one())
 

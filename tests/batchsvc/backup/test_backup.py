@@ -20,6 +20,7 @@ from batchsvc.batches import garbage_queries, snapshot_queries, unit_queries
 from batchsvc.batches.tables import Batch, Unit, Worker
 from batchsvc.billing import service as billing
 from batchsvc.billing.tables import LedgerTransaction
+from batchsvc.cli.exits import CommandError
 from batchsvc.errors import ServiceError
 from batchsvc.files.tables import File
 from batchsvc.store import keys
@@ -91,7 +92,7 @@ def made(done: Any) -> dict[str, Any]:
 
 def refusal(done: Any) -> str:
     """The one sentence of a command that refused."""
-    assert isinstance(done.exception, ServiceError), (done.output, done.exception)
+    assert isinstance(done.exception, ServiceError | CommandError), (done.output, done.exception)
     return done.exception.message
 
 
@@ -262,3 +263,37 @@ def test_any_number_of_missing_objects_is_looked_for(world: World) -> None:
     there = world.parts(batch_id)[0].s3_key
     asked = [keys.part(batch_id, 1, f"gone-{no}") for no in range(35_000)] + [there]  # SQLite takes 32,766 at once
     assert making._still_named(world.db, asked) == {there}
+
+
+@on_sqlite
+def test_what_the_store_lost_is_kept_from_an_earlier_backup(
+    world: World, here: Env, there: Env, command: Command, tmp_path: Path
+) -> None:
+    work(world)
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    key = min(_named(world))
+    data = world.store.get(key)
+    world.store.delete([key])
+    told = refusal(command(here, "backup", tmp_path / "b", "--from-env", "--keep", 1))
+    assert f"the store has lost 1 objects that the database names (the first: {key})" in told
+    back = made(command(there, "restore", tmp_path / "b", "--from-env", "--json"))
+    assert back["num_missing"] == 0
+    for other in opened(there):
+        assert other.store.get(key) == data
+
+
+@on_sqlite
+def test_older_backups_are_kept_while_objects_are_missing(
+    world: World, here: Env, command: Command, tmp_path: Path
+) -> None:
+    work(world)
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    with Vault.for_writing(tmp_path / "b") as vault:
+        key = min(_named(world))
+        (lost,) = [saved for saved in vault.objects(vault.manifest(None)) if saved.key == key]
+        vault.path_of(lost.sha256).unlink()  # or the disk has it no more
+    world.store.delete([key])
+    told = refusal(command(here, "backup", tmp_path / "b", "--from-env", "--keep", 1))
+    assert f"the first: {key}" in told
+    assert "Older backups were kept" in told
+    assert len(Vault.for_reading(tmp_path / "b").finished()) == 2

@@ -148,6 +148,7 @@ def _postgres() -> tuple[dict[str, Any], int, list[str]]:
         args=["postgres", "-c", "max_connections=200"],
         env=[{"name": name, "value": value} for name, value in env.items()],
         readinessProbe=probe,
+        startupProbe=probe | {"failureThreshold": 8640},  # a day: killed in its recovery it would begin anew
         livenessProbe=probe | {"failureThreshold": 12},
         more_mounts=[{"name": "scratch", "mountPath": "/var/run/postgresql", "subPath": "run"}],
     )

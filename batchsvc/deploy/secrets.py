@@ -1,5 +1,8 @@
 """The secrets of a deployment: made once in a folder that only its owner reads, kept from then on, never printed.
 
+What follows from them, as the address of the database with its password, is written anew when they or a host change,
+so that a secret is rotated by removing its file. Such a file of another shape was written by somebody else, and stays.
+
 What a data service reads itself (a password file, a configuration with keys in it) lies there too, so that no secret
 is ever an argument or a variable of a process.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +26,12 @@ OF_SERVICE: dict[str, Service] = {  # files that only one data service reads, wi
     "s3.json": "s3",
     "security.toml": "s3",
 }
+# what differs between two files of one shape: password and host of an address, and the values of keys
+_VALUES = re.compile(r':[^:@/\s]*@[^/\s]+|(?<=requirepass )\S+|(?<=Key": ")[^"]*|(?<=key = ")[^"]*')
 
 
 def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Path]:
-    """The files by name; what is there already stays as it is. `database` and `queue` are the hosts in the URLs.
+    """The files by name; secrets that are there already stay. `database` and `queue` are the hosts in the URLs.
 
     Raises PlanError where a service is somebody else's, and the file with its address or key isn't there yet.
     """
@@ -39,7 +45,8 @@ def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Pa
         )
     parts = {name: _held(folder / name) or _write(folder / name, _fresh(name)) for name in _PARTS}
     for name, text in _derived(parts, database, queue).items():
-        if name not in _foreign(plan) and not _held(folder / name):
+        held = _held(folder / name)
+        if name not in _foreign(plan) and (held is None or _shape(held) == _shape(text)) and held != text.strip():
             _write(folder / name, text)
     return {path.name: path for path in sorted(folder.iterdir())}
 
@@ -68,6 +75,10 @@ def _derived(parts: Mapping[str, str], database: str, queue: str) -> dict[str, s
         "s3.json": json.dumps({"identities": [identity]}) + "\n",
         "security.toml": jwt,
     }
+
+
+def _shape(text: str) -> str:
+    return _VALUES.sub("", text).strip()
 
 
 def _held(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from batchsvc.deploy import compose, images, k8s
 from batchsvc.deploy.plan import Plan
 from batchsvc.deploy.secrets import made
-from batchsvc.deploy.systemd import HostSetup, Systemd
+from batchsvc.deploy.systemd import HostSetup, Systemd, at
 
 _UPLOADED = "batchsvc-deploy"  # in the home directory of whom ssh logs in
 _ADMIN = "admin_key"
@@ -20,19 +20,18 @@ _ADMIN = "admin_key"
 def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = None) -> list[str]:
     """Write a folder a host; returns the commands. `ssh` is how a host is logged in to, such as root@{host}."""
     secrets = made(plan, folder / "secrets", database=plan.data_host, queue=plan.data_host)
-    units = Systemd(plan)
     commands = []
-    for host in units.hosts():
+    for host in Systemd(plan).hosts():
         place = folder / host.host
         _write_host(plan, host, place, secrets, wheel)
         login = ssh.replace("{host}", host.host)
         commands += [
             f"# {host.host}: {', '.join(host.units)}",
             f"ssh {login} rm -rf {_UPLOADED}",  # of a run that ended early: scp would copy into it
-            f"scp -qr {shlex.quote(str(place))} {login}:{_UPLOADED}",
+            f"scp -qr {shlex.quote(str(place))} {_for_scp(login)}:{_UPLOADED}",
             f"ssh {login} 'sh {_UPLOADED}/setup.sh && rm -rf {_UPLOADED}'",  # secrets lie in it
         ]
-    here = f"ssh {ssh.replace('{host}', plan.api_host)} {units.at(plan.paths.config, plan.api_host)}/here"
+    here = f"ssh {ssh.replace('{host}', plan.api_host)} {at(plan.paths.config, plan.api_host)}/here"
     return [
         *commands,
         "# the model that batches may name, and a key for whoever operates this",
@@ -84,6 +83,12 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
     ]
 
 
+def _for_scp(login: str) -> str:
+    """scp takes what follows a colon for a path, unless the address is in brackets."""
+    user, at, host = login.rpartition("@")
+    return f"{user}{at}[{host}]" if ":" in host else login
+
+
 def _admin_key(program: str, folder: Path) -> str:
     """Makes a key where none was made yet: an older one would stay valid, and nobody would have it."""
     key = shlex.quote(str(folder / "secrets" / _ADMIN))
@@ -92,8 +97,8 @@ def _admin_key(program: str, folder: Path) -> str:
 
 def setup_script(plan: Plan, host: HostSetup, *, wheel: str | None = None) -> str:
     """What puts a host's files in place and starts its units; run again, it restarts those whose files changed."""
-    state, config = (Systemd(plan).at(path, host.host) for path in (plan.paths.state, plan.paths.config))
-    program = Systemd(plan).at(plan.paths.program, host.host)
+    state, config = (at(path, host.host) for path in (plan.paths.state, plan.paths.config))
+    program = at(plan.paths.program, host.host)
     installed = _venv(program, wheel)
     data = " ".join(f"{state}/{unit.split('-')[1].split('.')[0]}" for unit in host.units if _is_data(unit))
     lines = [
@@ -147,17 +152,24 @@ def _restarts(host: HostSetup, config: str, program: str) -> list[str]:
         ours = [] if _is_data(unit) else ["$version"]
         return " ".join(["check", unit, *host.read_by(unit), *ours])
 
+    def due(units: list[str], *, one_by_one: bool = False) -> list[str]:
+        if not units:
+            return []
+        restart = 'for one in $due; do restart "$one"; done' if one_by_one else '[ -z "$due" ] || restart $due'
+        return ["due=", *(check(unit) for unit in units), restart]
+
     engines = [unit for unit in host.units if "@" in unit]
+    data = [unit for unit in host.units if _is_data(unit)]
+    schema = [unit for unit in host.units if unit == "batchsvc-migrate.service"]
+    others = [unit for unit in host.units if unit not in {*engines, *data, *schema}]
     return [
         f"applied={config}/applied",
         f"version=$(ls {installed} 2>/dev/null || true)",  # has a checksum of each file of our program
         _CHECK,
-        "due=",
-        *(check(unit) for unit in host.units if unit not in engines),
-        '[ -z "$due" ] || restart $due',
-        "due=",
-        *(check(unit) for unit in engines),
-        'for one in $due; do restart "$one"; done',
+        *due(data),
+        *due(schema),  # while the API still runs: old processes bear a new schema
+        *due(others),
+        *due(engines, one_by_one=True),
     ]
 
 

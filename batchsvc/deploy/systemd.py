@@ -101,6 +101,11 @@ class HostSetup:
         return [file.path for file in self.files if file.reader in readers]
 
 
+def at(path: str, host: str) -> str:
+    """A path on a host."""
+    return path.replace("{host}", host)
+
+
 class Systemd:
     """The units of a plan."""
 
@@ -111,13 +116,9 @@ class Systemd:
         """Every host with its files and units, in the order in which they are brought up."""
         return [self._host(host) for host in self._plan.hosts]
 
-    def at(self, path: str, host: str) -> str:
-        """A path on a host."""
-        return path.replace("{host}", host)
-
     def _host(self, host: str) -> HostSetup:
         plan = self._plan
-        config, units = self.at(plan.paths.config, host), self.at(plan.paths.units, host)
+        config, units = at(plan.paths.config, host), at(plan.paths.units, host)
         files: list[HostFile] = []
         started: list[str] = []
         secrets: set[str] = set()
@@ -157,7 +158,7 @@ class Systemd:
     def _env(self, host: str) -> str:
         plan = self._plan
         own = {
-            **plan.secret_settings(self.at(plan.paths.config, host) + "/secrets"),
+            **plan.secret_settings(at(plan.paths.config, host) + "/secrets"),
             "AWS_ENDPOINT_URL_S3": f"http://{authority(plan.data_host, S3_PORT)}",
             **plan.settings,
             "BATCHSVC_HOST": host,
@@ -171,7 +172,7 @@ class Systemd:
 
     def _here(self, host: str) -> str:
         plan = self._plan
-        config, state = self.at(plan.paths.config, host), self.at(plan.paths.state, host)
+        config, state = at(plan.paths.config, host), at(plan.paths.state, host)
         return f"""\
 #!/bin/sh
 # batchsvc with the settings of this host and as its user, whose cache of models the processes share
@@ -181,12 +182,12 @@ if [ "$(id -u)" = 0 ] && [ -z "${{is_user:-}}" ]; then
 fi
 set -a; . "{config}/batchsvc.env"; set +a
 export HOME="{state}"
-exec {self.at(plan.paths.program, host)} "$@"
+exec {at(plan.paths.program, host)} "$@"
 """
 
     def _api_units(self, host: str) -> dict[str, str]:
         plan = self._plan
-        program = self.at(plan.paths.program, host)
+        program = at(plan.paths.program, host)
         after = ["batchsvc-migrate.service"]
         # not Requires: what that keeps down, nothing starts later. API and control refuse an old schema and try again
         wants = [("Wants", "batchsvc-migrate.service")]
@@ -264,8 +265,8 @@ exec {self.at(plan.paths.program, host)} "$@"
 
     def _data_service(self, service: str, host: str) -> list[HostFile]:
         plan = self._plan
-        config, state = self.at(plan.paths.config, host), self.at(plan.paths.state, host)
-        units = self.at(plan.paths.units, host)
+        config, state = at(plan.paths.config, host), at(plan.paths.state, host)
+        units = at(plan.paths.units, host)
         limits: Section = [("LimitNOFILE", "65536"), ("TasksMax", "4096"), *_HARDENING, *_CLOSED_DEVICES]
         if service == "postgres":
             folder = f"{state}/postgres"
@@ -282,7 +283,7 @@ exec {self.at(plan.paths.program, host)} "$@"
                     ),
                     ("ExecStartPost", f"{start} database"),
                     ("KillSignal", "SIGINT"),  # a fast shutdown: sessions are ended, nothing is lost
-                    ("TimeoutStartSec", "300"),
+                    ("TimeoutStartSec", "infinity"),  # after a crash it replays its log, for as long as that takes
                     *_restarts(stop_s=120),
                     *limits,
                 ],
@@ -336,7 +337,7 @@ exec {self.at(plan.paths.program, host)} "$@"
         return [HostFile(path=f"{units}/batchsvc-s3.service", text=unit)]
 
     def _start_postgres(self, host: str, folder: str) -> str:
-        bin_, config = self._plan.paths.postgres, self.at(self._plan.paths.config, host)
+        bin_, config = self._plan.paths.postgres, at(self._plan.paths.config, host)
         return f"""\
 #!/bin/sh
 # Before the start: a cluster where there is none. With `database`: waits for the server, and makes role and database.
@@ -352,12 +353,15 @@ SELECT 'CREATE DATABASE batchsvc OWNER batchsvc'
   WHERE NOT EXISTS (SELECT FROM pg_database WHERE datname = 'batchsvc') \\gexec
 SQL
 elif [ ! -s {folder}/PG_VERSION ]; then
-  {bin_}/initdb -D {folder} -U postgres -E UTF8 --locale=C --auth-local=peer --auth-host=scram-sha-256 >/dev/null
+  rm -rf {folder}.new  # of a start that was cut off
+  {bin_}/initdb -D {folder}.new -U postgres -E UTF8 --locale=C --auth-local=peer --auth-host=scram-sha-256 >/dev/null
+  [ ! -d {folder} ] || rmdir {folder}
+  mv {folder}.new {folder}
 fi
 """  # noqa: S608  a script for psql; its one value is the password that we made
 
     def _postgresql_conf(self, host: str, folder: str) -> str:
-        hba = self.at(self._plan.paths.config, host) + "/pg_hba.conf"
+        hba = at(self._plan.paths.config, host) + "/pg_hba.conf"
         return (
             f"listen_addresses = '{host}'\nport = {POSTGRES_PORT}\nunix_socket_directories = '{folder}'\n"
             f"hba_file = '{hba}'\nident_file = '{folder}/pg_ident.conf'\npassword_encryption = scram-sha-256\n"
@@ -378,11 +382,11 @@ fi
         return _written({"Unit": unit, "Service": service, "Install": [("WantedBy", "multi-user.target")]})
 
     def _who(self, host: str) -> Section:
-        state = self.at(self._plan.paths.state, host)
+        state = at(self._plan.paths.state, host)
         return [("User", self._plan.user), ("ReadWritePaths", state)]
 
     def _ours(self, host: str) -> Section:
-        state, config = self.at(self._plan.paths.state, host), self.at(self._plan.paths.config, host)
+        state, config = at(self._plan.paths.state, host), at(self._plan.paths.config, host)
         return [
             *self._who(host),
             ("WorkingDirectory", state),
@@ -395,7 +399,7 @@ fi
         return [
             ("Type", "exec"),
             *self._ours(host),
-            ("ExecStart", f"{self.at(self._plan.paths.program, host)} serve {process}"),
+            ("ExecStart", f"{at(self._plan.paths.program, host)} serve {process}"),
             *_restarts(stop_s=stop_s),
         ]
 
@@ -404,7 +408,7 @@ fi
 
     def _probe(self, url: str, host: str) -> tuple[str, str]:
         """`systemctl start` returns when the process is ready; one that isn't yet goes on trying, and isn't killed."""
-        python = PurePosixPath(self.at(self._plan.paths.program, host)).with_name("python")
+        python = PurePosixPath(at(self._plan.paths.program, host)).with_name("python")
         return ("ExecStartPost", f"-{python} -P -m batchsvc.deploy.probe {url} 60")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import re
 import shlex
 import shutil
@@ -162,6 +163,42 @@ def test_secrets_are_made_once_and_are_nowhere_but_in_their_files(tmp_path: Path
     assert {path.name: path.read_text() for path in folder.iterdir()} == first
 
 
+def test_addresses_follow_hosts_and_passwords_but_what_others_wrote_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+
+    def written(*hosts: str) -> dict[str, str]:
+        steps.write_systemd(Plan(hosts=hosts), tmp_path, ssh="root@{host}")
+        return {path.name: path.read_text().strip() for path in folder.iterdir()}
+
+    first = written("127.0.0.1")
+    second = written(*THREE)
+    assert second["database_url"] == first["database_url"].replace("127.0.0.1", THREE[0])
+    assert second["redis_url"] == first["redis_url"].replace("127.0.0.1", THREE[0])
+    for name in ("postgres_password", "valkey_password", "s3_secret_key", "s3_jwt_key"):
+        (folder / name).unlink()
+    third = written(*THREE)
+    assert third["database_url"] == f"postgresql://batchsvc:{third['postgres_password']}@{THREE[0]}:5432/batchsvc"
+    assert third["redis_url"] == f"redis://:{third['valkey_password']}@{THREE[0]}:6379/0"
+    assert third["valkey.conf"] == f"requirepass {third['valkey_password']}"
+    assert json.loads(third["s3.json"])["identities"][0]["credentials"][0]["secretKey"] == third["s3_secret_key"]
+    assert third["s3_jwt_key"] in third["security.toml"]
+    changed = [name for name in second if second[name] != third[name]]
+    assert sorted(set(second) - set(changed)) == ["s3_access_key", "secret_key"]
+    own = {
+        "database_url": f"{third['database_url']}?sslmode=verify-full",
+        "valkey.conf": "requirepass mine\nmaxmemory 4gb",
+    }
+    for name, text in own.items():
+        (folder / name).write_text(text + "\n")
+    assert {name: text for name, text in written("10.9.0.9").items() if name in own} == own
+
+
+def test_a_host_may_be_an_ipv6_address(tmp_path: Path) -> None:
+    commands = steps.write_systemd(Plan(hosts=("fd00::1",)), tmp_path, ssh="root@{host}")
+    assert f"scp -qr {tmp_path}/fd00::1 root@[fd00::1]:batchsvc-deploy" in commands
+    assert "ssh root@fd00::1 rm -rf batchsvc-deploy" in commands
+
+
 def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path) -> None:
     plan = Plan(hosts=THREE, without=frozenset({"postgres", "s3"}))
     with pytest.raises(PlanError, match=r"database_url and .*s3_access_key and .*s3_secret_key in place first"):
@@ -242,15 +279,15 @@ def test_setup_restarts_only_what_does_not_run_or_whose_files_changed(tmp_path: 
         return set_up(tmp_path / "to" / "10.9.0.1", programs)
 
     data = "batchsvc-postgres.service batchsvc-valkey.service batchsvc-s3.service"
-    ours = "batchsvc-migrate.service batchsvc-api.service batchsvc-control.service"
+    ours = ["batchsvc-migrate.service", "batchsvc-api.service batchsvc-control.service"]
     engines = ["batchsvc-engine@0.service", "batchsvc-engine@1.service"]
-    assert again() == [f"{data} {ours}", *engines]
+    assert again() == [data, *ours, *engines]
     assert again() == []
-    assert again(BATCHSVC_LEASE_S="30") == [ours, *engines]
+    assert again(BATCHSVC_LEASE_S="30") == [*ours, *engines]
     record.write_text("version 2")
-    assert again(BATCHSVC_LEASE_S="30") == [ours, *engines]
-    (tmp_path / "to" / "secrets" / "valkey.conf").write_text("requirepass other\n")
-    assert again(BATCHSVC_LEASE_S="30") == ["batchsvc-valkey.service"]
+    assert again(BATCHSVC_LEASE_S="30") == [*ours, *engines]
+    (tmp_path / "to" / "secrets" / "valkey_password").unlink()  # it is rotated
+    assert again(BATCHSVC_LEASE_S="30") == ["batchsvc-valkey.service", *ours, *engines]
     dead.write_text("batchsvc-control.service\nbatchsvc-engine@1.service\n")
     assert again(BATCHSVC_LEASE_S="30") == ["batchsvc-control.service", "batchsvc-engine@1.service"]
 

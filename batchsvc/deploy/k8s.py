@@ -30,13 +30,13 @@ _HOME = "/var/lib/batchsvc"
 _PORTS = {"postgres": POSTGRES_PORT, "valkey": VALKEY_PORT, "s3": S3_PORT}
 
 
-def manifests(plan: Plan) -> str:
-    """All documents, in the order in which they are applied."""
-    return str(yaml.safe_dump_all(documents(plan), sort_keys=False, width=120))
+def written(manifests: list[dict[str, Any]]) -> str:
+    """Manifests as a file, in their order."""
+    return str(yaml.safe_dump_all(manifests, sort_keys=False, width=120))
 
 
 def documents(plan: Plan) -> list[dict[str, Any]]:
-    """The same as objects."""
+    """All manifests of a deployment but its backups, in the order in which they are applied."""
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     found: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plan.namespace, "labels": restricted}},
@@ -50,6 +50,18 @@ def documents(plan: Plan) -> list[dict[str, Any]]:
     found.append(_deployment(plan, "engine", replicas=plan.workers))
     found += [_closed(plan, service) for service in plan.services]
     return found
+
+
+def backups(plan: Plan) -> list[dict[str, Any]]:
+    """A volume with a nightly backup into it; and a restore, which only starts as a Job that is made of it."""
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}
+    nightly = ["backup", "/backups", "--keep", "14", "--from-env"]
+    restore = ["restore", "/backups", "--overwrite", "--from-env"]
+    return [
+        _made(plan, "v1", "PersistentVolumeClaim", "batchsvc-backups", spec=claim),
+        _cron(plan, "batchsvc-backup", nightly, {"schedule": "30 3 * * *", "concurrencyPolicy": "Forbid"}),
+        _cron(plan, "batchsvc-restore", restore, {"schedule": "0 0 1 1 *", "suspend": True}),
+    ]
 
 
 def _settings(plan: Plan) -> dict[str, str]:
@@ -232,6 +244,15 @@ def _migration(plan: Plan) -> dict[str, Any]:
     pod = _pod(name, container, user=images.UID, grace_s=60)
     spec = {"backoffLimit": 30, "ttlSecondsAfterFinished": 3600, "template": pod}
     return _made(plan, "batch/v1", "Job", name, spec=spec)
+
+
+def _cron(plan: Plan, name: str, command: list[str], when: dict[str, Any]) -> dict[str, Any]:
+    resources = {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}
+    spec = _ours(plan, "backups", command, resources=resources) | {"restartPolicy": "Never"}
+    spec["containers"][0]["volumeMounts"].append({"name": "backups", "mountPath": "/backups"})
+    spec["volumes"].append({"name": "backups", "persistentVolumeClaim": {"claimName": "batchsvc-backups"}})
+    job = {"backoffLimit": 0, "template": _pod(name, spec, user=images.UID, grace_s=60)}
+    return _made(plan, "batch/v1", "CronJob", name, spec=when | {"jobTemplate": {"spec": job}})
 
 
 def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
 def write_k8s(plan: Plan, folder: Path) -> list[str]:
     """Write the manifests, Dockerfile and secrets; returns the commands."""
     secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
-    _write(folder / "batchsvc.yaml", k8s.manifests(plan))
+    _write(folder / "batchsvc.yaml", k8s.written(k8s.documents(plan)))
+    _write(folder / "backups.yaml", k8s.written(k8s.backups(plan)))  # applied by whoever has a volume for them
     for file, text in images.files(plan).items():
         _write(folder / file, text)
     kubectl, path = f"kubectl -n {plan.namespace}", shlex.quote(str(folder / "batchsvc.yaml"))

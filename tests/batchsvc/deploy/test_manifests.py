@@ -18,8 +18,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
 
 from batchsvc import health
+from batchsvc.cli.app import app
 from batchsvc.deploy import compose, images, k8s, probe, steps
 from batchsvc.deploy.plan import Device, Plan, Service
 from batchsvc.settings import Settings
@@ -78,8 +80,10 @@ def test_containers_are_no_root_can_gain_nothing_and_get_secrets_by_file(plan: P
 @pytest.mark.parametrize("version", K8S_VERSIONS)
 @pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
 def test_every_manifest_follows_the_strict_schema_of_its_kind(plan: Plan, version: str) -> None:
-    documents = list(yaml.safe_load_all(k8s.manifests(plan)))
-    assert documents == k8s.documents(plan)
+    documents = [
+        one for part in (k8s.documents(plan), k8s.backups(plan)) for one in yaml.safe_load_all(k8s.written(part))
+    ]
+    assert documents == [*k8s.documents(plan), *k8s.backups(plan)]
     for document in documents:
         kubernetes_validate.validate(document, version, strict=True)
     wrong = copy.deepcopy(next(each for each in documents if each["kind"] == "Deployment"))
@@ -279,3 +283,18 @@ def test_an_image_for_a_gpu_installs_the_extra_and_the_builder_may_name_an_index
     before_the_install = cpu.partition("RUN pip install")[0]
     assert "\nARG PIP_EXTRA_INDEX_URL=\n" in before_the_install, "pip reads it while the image is built"
     assert "USER 10001:10001" in cpu
+
+
+def test_backups_and_restores_are_jobs_with_a_volume_and_flags_that_exist() -> None:
+    volume, *jobs = k8s.backups(Plan())
+    for job in jobs:
+        spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        assert {"persistentVolumeClaim": {"claimName": volume["metadata"]["name"]}, "name": "backups"} in spec[
+            "volumes"
+        ]
+        assert {"name": "backups", "mountPath": container["args"][1]} in container["volumeMounts"]
+        assert (spec["securityContext"]["runAsNonRoot"], spec["restartPolicy"]) == (True, "Never")
+        told = CliRunner().invoke(app, [container["args"][0], "--help"]).output
+        assert all(flag in told for flag in container["args"] if flag.startswith("--"))
+    assert [job["spec"].get("suspend", False) for job in jobs] == [False, True], "nothing is restored by the clock"

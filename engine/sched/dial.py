@@ -2,7 +2,8 @@
 
 The targets are the time to the first token (TTFT) and the time between two tokens (ITL). The rule:
 
-1. With an interactive answer under way a step takes at most ITL: each step is one gap between its tokens.
+1. With an interactive answer under way a step takes at most 92 % of ITL: each step is one gap between its tokens, and
+   what lies between two steps, and between the engine and who reads, takes its time and varies, too.
 2. As long as interactive requests come, any step takes at most TTFT / 3: one that arrives waits for the step in flight,
    then for its own, and a third is left for a prompt that needs several and for another one that came at once. Where
    a further step is launched before the last one is read, it is TTFT / 4.
@@ -27,6 +28,7 @@ from engine.sched.costs import MeasuredCosts, Work
 
 QUIET_S = 60.0
 """Seconds of steps without interactive requests, after which none is expected at any moment."""
+_ITL_SHARE = 0.92  # for the step itself
 _PROMPT_SHARE = 0.25  # of the limit, which interactive prompts may take whatever else there is
 _LATE_SHARE = 0.003  # of steps, which may be longer than what is reckoned with
 _LEARNS = 0.02  # by so much more is reckoned with after a step that was longer
@@ -40,7 +42,7 @@ class Dial:
 
     def __init__(self, *, ttft_s: float | None = None, itl_s: float | None = None, steps_ahead: int = 0) -> None:
         self._ttft_s = math.inf if ttft_s is None else ttft_s / (3 + steps_ahead)
-        self._itl_s = math.inf if itl_s is None else itl_s
+        self._itl_s = math.inf if itl_s is None else itl_s * _ITL_SHARE
         self._measured = MeasuredCosts()
         self._spread = 1.2
         self._quiet_s = math.inf

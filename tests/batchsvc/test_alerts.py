@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +73,51 @@ def test_the_runbook_has_one_entry_for_each_alert() -> None:
         assert wake.startswith("at once") == (severities[name] == "critical"), name
 
 
-def test_the_commands_of_the_runbook_exist() -> None:
-    text = README.read_text(encoding="utf-8").partition("\n## Runbook\n")[2].partition("\n## ")[0]
-    commands = {tuple(found.split()) for found in re.findall(r"`(?:\w+=\w+ )?batchsvc ([a-z][^`]*)`", text)}
-    assert len(commands) > 10
+def commands_of_readme() -> Iterator[list[str]]:
+    """The words after `batchsvc`, a host's `here` or compose's `run ... api`, and those in the table of commands."""
+    text = README.read_text(encoding="utf-8").replace(" \\\n", " ").replace("\\|", "|")
+    lines = [line for line in text.splitlines() if line.startswith("    ")] + re.findall(r"`([^`\n]+)`", text)
+    for line in lines:
+        with suppress(ValueError):  # quotes that don't match: no shell would take it either
+            words = shlex.split(line, comments=True)
+            for place, word in enumerate(words[:-1]):
+                is_ours = word.rpartition("/")[2] in ("batchsvc", "here") or (word == "api" and "--no-deps" in words)
+                is_flags_value = re.match("-.", words[place - 1]) and place and words[place - 1] != "--"
+                if is_ours and not is_flags_value and re.match("[a-z]", words[place + 1]):
+                    yield list(itertools.takewhile(lambda one: one not in (">", "|", "&&"), words[place + 1 :]))
+    table = text.partition("\n## On the command line\n")[2].partition("\n\nWhich server")[0]
+    for row in re.findall(r"^\| (`.+?`) \| ", table, re.MULTILINE):
+        yield from (span.removeprefix("batchsvc ").split() for span in re.findall(r"`([^`]+)`", row))
+
+
+def test_every_command_of_readme_exists_with_its_flags() -> None:
+    commands = {tuple(word.strip("[]") for word in words) for words in commands_of_readme()}
+    assert len(commands) > 150, "else they aren't found any more"
+    root = typer.main.get_command(app)
     for words in commands:
-        command = typer.main.get_command(app)
-        for word in words:
-            found = getattr(command, "commands", {}).get(word)
-            if found is None:
-                break
-            command = found
-        assert not hasattr(command, "commands"), f"batchsvc {' '.join(words)}"
-        options = {name for one in command.params for name in one.opts}
-        assert {word for word in words if word.startswith("--")} <= options, f"batchsvc {' '.join(words)}"
+        command: Any = root
+        left = list(words)
+        while left and hasattr(command, "commands"):
+            names = left.pop(0).split("|")
+            assert set(names) <= set(command.commands), f"batchsvc {' '.join(words)}"
+            command = command.commands[names[0]]
+        options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        flags = {word.partition("=")[0] for word in left if re.match("--?[a-z]", word)}
+        assert flags <= options, f"batchsvc {' '.join(words)}"
+
+
+def test_every_flag_of_readme_exists() -> None:
+    """Those that stand for themselves, as `--flag`: of some command, or of a program of the engine."""
+
+    def flags(command: Any) -> set[str]:
+        below = [flags(one) for one in getattr(command, "commands", {}).values()]
+        return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}.union(*below)
+
+    text = README.read_text(encoding="utf-8")
+    told = set(re.findall(r"`(--[a-z][a-z-]+)[^`\n]*`", text))
+    assert len(told) > 50
+    programs = "".join(path.read_text(encoding="utf-8") for path in (README.parent / "engine").rglob("*.py"))
+    assert told <= flags(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z-]+)"', programs))
 
 
 def flags_of(command: Any) -> set[str]:

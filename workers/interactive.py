@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import structlog
 
 from batchsvc.batches.magic import PARAM
 from batchsvc.batches.sampling_body import sampling_params
+from batchsvc.interactive.growth import Growth
 from batchsvc.interactive.wire import Ended, Failed, Grown, NewCall, News, Taken
 from engine.errors import RequestError
 from engine.request import Completion, Expectation, FinishReason, Lane, NewText, Request
@@ -40,6 +41,7 @@ class Said(NamedTuple):
 class _OpenCall:
     api: str
     num_grown: int = 0
+    growth: Growth = field(default_factory=Growth)
 
 
 class CallSource:
@@ -150,6 +152,8 @@ class CallSource:
             if call is not None:
                 self._say(request_id, Grown(request_id, call.num_grown, tuple(texts)))
                 call.num_grown += 1
+                for text in texts:
+                    call.growth.add(text)
         if call is None:  # it was stopped while it went into the engine
             self._engine.abort([request_id])
 
@@ -159,10 +163,9 @@ class CallSource:
             if call is None:
                 return
             if completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._end(
-                    completion.request_id,
-                    Ended(completion.request_id, call.num_grown, completion, self._fingerprint),
-                )
+                rest = call.growth.rest_of(completion)
+                ended = Ended(rest.request_id, call.num_grown, rest, self._fingerprint, is_rest=True)
+                self._end(rest.request_id, ended)
                 return
             code = completion.error_code or "engine_error"
             says = completion.error_message or "The engine could not run this request."

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from batchsvc.errors import InvalidRequestError, ServiceError, UnavailableError
+from batchsvc.interactive.growth import Gathered
 from batchsvc.interactive.wire import Ended, Failed, Grown, Taken
 
 _MESSAGE_BYTES = 64  # that a message takes besides its text
@@ -30,6 +32,7 @@ class Line:
         self._waiting: deque[Grown | Ended] = deque()
         self._waiting_bytes = 0
         self._num_grown = 0
+        self._gathered = Gathered()
         self._failure: ServiceError | None = None
         self._is_over = self._has_reader = False
         self._changed = asyncio.Event()
@@ -62,13 +65,18 @@ class Line:
                 self._waiting_bytes += _bytes_of(news)
                 self._waiting.append(news)
                 self._num_grown += 1
+                for text in news.texts:
+                    self._gathered.add(text)
             case Ended():
                 if news.num_grown == self._num_grown:
-                    self._waiting.append(news)
+                    self._waiting.append(self._whole(news) if news.is_rest else news)
                 else:
                     self.fail(lost())
                 self._is_over = True
         self._changed.set()
+
+    def _whole(self, ended: Ended) -> Ended:
+        return replace(ended, completion=self._gathered.whole_of(ended.completion), is_rest=False)
 
     def fail(self, error: ServiceError) -> None:
         """There will be no answer: whoever reads next gets this error. An answer that is whole stays."""
@@ -90,7 +98,7 @@ class Line:
             raise self._failure
 
     async def next(self) -> Grown | Ended:
-        """The next news. Raises the error of a call that failed."""
+        """The next news; the end has the whole answer. Raises the error of a call that failed."""
         self._has_reader = True
         while not self._waiting:
             await self.changed()

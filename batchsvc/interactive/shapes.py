@@ -17,8 +17,9 @@ from batchsvc.batches.choices import choices_of, logprobs_of, text_choices_of, t
 from batchsvc.batches.endpoints import CHAT, COMPLETIONS, RESPONSES
 from batchsvc.batches.part_file import chat_body, chat_usage
 from batchsvc.errors import ServiceError
+from batchsvc.interactive.growth import Growth
 from batchsvc.json_bytes import one_line_json
-from engine.request import Choice, Completion, NewText, SpelledLogprob
+from engine.request import Completion, NewText, SpelledLogprob
 
 DONE = b"data: [DONE]\n\n"
 
@@ -68,33 +69,12 @@ def stream_of(endpoint: str, head: Head) -> Shape:
     return _SHAPES[endpoint](head)
 
 
-class _Sent:
-    """How much of each answer was sent."""
-
-    def __init__(self) -> None:
-        self._sent: dict[int, tuple[int, int]] = {}
-
-    def add(self, news: NewText) -> None:
-        chars, logprobs = self._sent.get(news.choice, (0, 0))
-        self._sent[news.choice] = (chars + len(news.text), logprobs + len(news.logprobs))
-
-    def has_begun(self, choice: int) -> bool:
-        return choice in self._sent
-
-    def chars(self, choice: int) -> int:
-        return self._sent.get(choice, (0, 0))[0]
-
-    def rest(self, choice: int, whole: Choice) -> NewText:
-        chars, logprobs = self._sent.get(choice, (0, 0))
-        return NewText(whole.text[chars:], choice, (whole.logprobs or ())[logprobs:])
-
-
 class _ChatStream:
     """Chunks of a chat completion."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._sent = _Sent()
+        self._sent = Growth()
         self._fingerprint: str | None = None  # nobody knows it before the end
         self._may_call = "calls" in head.params
 
@@ -164,7 +144,7 @@ class _TextStream:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._sent = _Sent()
+        self._sent = Growth()
         self._fingerprint: str | None = None  # nobody knows it before the end
 
     def grow(self, texts: Iterable[NewText]) -> Iterator[bytes]:
@@ -210,7 +190,7 @@ class _ResponseStream:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._sent = _Sent()
+        self._sent = Growth()
         self._num_events = 0
 
     def grow(self, texts: Iterable[NewText]) -> Iterator[bytes]:

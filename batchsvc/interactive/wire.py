@@ -76,12 +76,14 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The whole answer, after `num_grown` texts; `fingerprint` says what gave it."""
+    """The answer, after `num_grown` texts: what these have left of it (`is_rest`), or, as workers of 0.1 say it, all of
+    it once more. `fingerprint` says what gave it."""
 
     call_id: str
     num_grown: int
     completion: Completion
     fingerprint: str | None = None
+    is_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,9 @@ def encode_news(news: News) -> bytes:
             said: list[Any] = ["taken", call_id, worker]
         case Grown(call_id, no, texts):
             said = ["grown", call_id, no, [[one.text, one.choice, _plain(one.logprobs)] for one in texts]]
-        case Ended(call_id, num_grown, completion, fingerprint):
-            said = ["ended", call_id, num_grown, _plain_completion(completion), fingerprint]
+        case Ended(call_id, num_grown, completion, fingerprint, is_rest):
+            plain = _plain_completion(completion) | {"is_rest": is_rest}
+            said = ["ended", call_id, num_grown, plain, fingerprint]
         case Failed(call_id, status, code, message, param):
             said = ["failed", call_id, status, code, message, param]
         case Alive(worker, call_ids):
@@ -157,7 +160,7 @@ def _grown(call_id: str, no: int, texts: Sequence[Sequence[Any]]) -> Grown:
 
 
 def _ended(call_id: str, num_grown: int, plain: Mapping[str, Any], fingerprint: str | None) -> Ended:
-    return Ended(call_id, num_grown, _completion(call_id, plain), fingerprint)
+    return Ended(call_id, num_grown, _completion(call_id, plain), fingerprint, plain.get("is_rest") is True)
 
 
 _READERS: Mapping[str, Callable[..., News]] = {

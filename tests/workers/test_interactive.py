@@ -72,12 +72,12 @@ def test_what_is_said_of_a_call_is_numbered_and_in_order() -> None:
     calls.begin(call())
     calls.grow("c1", [NewText("a")])
     calls.grow("c1", [NewText("b")])
-    calls.finish(done())
+    calls.finish(replace(done(), text="abc"))
     assert news(calls) == [
         Taken("c1", "w"),
         Grown("c1", 0, (NewText("a"),)),
         Grown("c1", 1, (NewText("b"),)),
-        Ended("c1", 2, done(), "fp"),
+        Ended("c1", 2, replace(done(), text="c"), "fp", is_rest=True),  # what was said isn't said again
     ]
     assert calls.num_open() == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ def test_news_come_in_order() -> None:
         one.push(news, 3.0)
     assert (one.worker, one.heard_s, one.is_over) == ("w", 3.0, True)
     assert [read(one) for _ in range(3)] == [grown(0), grown(1), ended(2)]
+
+
+def test_an_end_that_has_the_rest_alone_is_made_whole() -> None:
+    one = line()
+    for news in (grown(0), grown(1), replace(ended(2), is_rest=True)):
+        one.push(news, 3.0)
+    said = [read(one) for _ in range(3)]
+    assert said[-1] == replace(ended(2), completion=replace(ended(2).completion, text="aaaa"))
 
 
 @pytest.mark.parametrize("news", [[grown(1)], [grown(0), grown(2)], [grown(0), ended(2)], [grown(0), grown(0)]])

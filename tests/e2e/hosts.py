@@ -40,6 +40,12 @@ _SYSTEMCTL = """\
 verb=$1; shift
 case $verb in
 is-active) exec "@PYTHON@" "@RUNNER@" is-active "$2" ;;
+stop)
+  for pattern in "$@"; do
+    for running in "$TEST_HOST_DIR"/run/$pattern.service.pid; do
+      [ ! -e "$running" ] || "@PYTHON@" "@RUNNER@" stop "$(basename "$running" .pid)" || exit 1
+    done
+  done ;;
 restart)
   for unit in "$@"; do
     echo "$unit" >> "$TEST_HOST_DIR/restarted"

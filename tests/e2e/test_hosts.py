@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,6 +18,7 @@ from tests.e2e.conftest import FAST_SETTINGS, CommandLine, line
 from tests.e2e.hosts import Hosts, hosts, may_make_namespaces
 from tests.tiny import make_tiny_model
 
+README = Path(__file__).parents[2] / "README.md"
 LEASE_S = 4
 SETTINGS = {
     **{name: value for name, value in FAST_SETTINGS.items() if name not in ("BATCHSVC_TERM_GRACE_S",)},
@@ -53,10 +57,23 @@ class Deployed:
         assert printed.code == 0, printed.err
         self.secrets |= {path.name: path.read_text().strip() for path in (folder / "secrets").iterdir()}
         assert not any(secret in printed.out + printed.err for secret in self.secrets.values())
-        done = self.hosts.run(printed.out)
+        (self.hosts.base / "up.sh").write_text(printed.out)
+        done = self.hosts.run("sh up.sh")
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.hosts.logs()}"
         left = [name for name in self.hosts.names if (self.hosts.base / name / "batchsvc-deploy").exists()]
         assert left == []  # with the secrets that lay there
+
+    def follow_readme(self, before: str, *, only: str = "") -> None:
+        """Run the commands of the block that follows these words in README, on our hosts instead of those there."""
+        lines = README.read_text(encoding="utf-8").partition(before)[2].splitlines()
+        block = itertools.takewhile(bool, itertools.dropwhile(lambda one: not one.startswith("    "), lines))
+        script = "\n".join(["set -eu", *(one for one in block if only in one)])
+        base, api, user = self.hosts.base, self.hosts.names[1], self._flags[self._flags.index("--user") + 1]
+        script = script.replace("-o batchsvc", f"-o {user}").replace(" /backups", f" {base}/backups")
+        script = script.replace("/etc/batchsvc/", f"{base}/{api}/etc/")
+        script = re.sub(r"10\.0\.0\.(\d)", lambda found: self.hosts.names[int(found[1]) - 1], script)
+        done = self.hosts.run(script)
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}\n{self.hosts.logs()}"
 
     def close(self) -> None:
         self.client.close()
@@ -121,6 +138,42 @@ def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(
     kept = list(loopback.base.glob("*/run/*.log"))
     text = "".join(path.read_text(errors="replace") for path in kept) + shown.stdout
     assert not any(secret in text for secret in deployed.secrets.values())
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_hosts_are_restored_by_the_commands_of_readme(
+    loopback: Hosts, cli: CommandLine, request: pytest.FixtureRequest
+) -> None:
+    """From a backup that was made in mid-batch: what came after it is gone, and that batch ends once more, once."""
+    deployed = Deployed(loopback, cli, speed=300)
+    request.addfinalizer(deployed.close)
+    ended = deployed.wait(deployed.submit(16, tokens=8))
+    rows = deployed.rows(ended)
+    half_id = deployed.submit(96, tokens=20)
+    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
+    deployed.follow_readme("\nUpgrade, with the flags", only=" ssh ")
+    assert deployed.client.batches.retrieve(half_id).status == "in_progress", "else the backup was made too late"
+    later_id = deployed.submit(8, tokens=8)
+    deployed.wait(later_id)
+    deployed.wait(half_id)
+    loopback.restarted()
+    deployed.follow_readme(" Restore, onto these hosts")
+    data, api, worker = loopback.names
+    assert loopback.restarted() == {
+        data: [],
+        api: ["batchsvc-api.service", "batchsvc-control.service"],
+        worker: ["batchsvc-engine@0.service"],
+    }
+    assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
+    with pytest.raises(openai.NotFoundError):
+        deployed.client.batches.retrieve(later_id)
+    assert deployed.rows(deployed.client.batches.retrieve(ended.id)) == rows
+    half = deployed.wait(half_id)
+    assert [row["custom_id"] for row in deployed.rows(half)] == [f"r{number}" for number in range(96)]
+    assert half.usage.output_tokens == 96 * 20
+    added = loopback.on(api, f"{loopback.base}/{api}/etc/here reconcile --all --from-env")
+    assert added.returncode == 0, added.stdout
 
 
 @pytest.mark.faults

@@ -251,7 +251,10 @@ def _cron(plan: Plan, name: str, command: list[str], when: dict[str, Any]) -> di
     spec = _ours(plan, "backups", command, resources=resources) | {"restartPolicy": "Never"}
     spec["containers"][0]["volumeMounts"].append({"name": "backups", "mountPath": "/backups"})
     spec["volumes"].append({"name": "backups", "persistentVolumeClaim": {"claimName": "batchsvc-backups"}})
-    job = {"backoffLimit": 0, "template": _pod(name, spec, user=images.UID, grace_s=60)}
+    pod = _pod(name, spec, user=images.UID, grace_s=60)
+    # else each night begins with a change of the owner of every file there
+    pod["spec"]["securityContext"]["fsGroupChangePolicy"] = "OnRootMismatch"
+    job = {"backoffLimit": 0, "template": pod}
     return _made(plan, "batch/v1", "CronJob", name, spec=when | {"jobTemplate": {"spec": job}})
 
 

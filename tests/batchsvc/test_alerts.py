@@ -81,8 +81,9 @@ def commands_of_readme() -> Iterator[list[str]]:
         with suppress(ValueError):  # quotes that don't match: no shell would take it either
             words = shlex.split(line, comments=True)
             for place, word in enumerate(words[:-1]):
+                before = words[place - 1] if place else ""
+                is_flags_value = re.match("-.", before) and before not in ("--", "--no-deps")
                 is_ours = word.rpartition("/")[2] in ("batchsvc", "here") or (word == "api" and "--no-deps" in words)
-                is_flags_value = re.match("-.", words[place - 1]) and place and words[place - 1] != "--"
                 if is_ours and not is_flags_value and re.match("[a-z]", words[place + 1]):
                     yield list(itertools.takewhile(lambda one: one not in (">", "|", "&&"), words[place + 1 :]))
     table = text.partition("\n## On the command line\n")[2].partition("\n\nWhich server")[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
@@ -298,3 +299,21 @@ def test_backups_and_restores_are_jobs_with_a_volume_and_flags_that_exist() -> N
         told = CliRunner().invoke(app, [container["args"][0], "--help"]).output
         assert all(flag in told for flag in container["args"] if flag.startswith("--"))
     assert [job["spec"].get("suspend", False) for job in jobs] == [False, True], "nothing is restored by the clock"
+
+
+def test_what_readme_says_to_kubectl_and_compose_exists() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    kinds = {"deploy": "Deployment", "cronjob": "CronJob"}
+    there = {(one["kind"], one["metadata"]["name"]) for one in (*k8s.documents(Plan()), *k8s.backups(Plan()))}
+    named = {(kinds[kind], name) for kind, name in re.findall(r"\b(deploy|cronjob)/(batchsvc-[a-z]+)\b", text)}
+    assert named == {one for one in there if one[0] in kinds.values()}
+    (scaled,) = re.findall(r"scale (.+) --replicas 0", text)
+    ours = {name for kind, name in there if kind == "Deployment"}
+    assert set(scaled.replace("deploy/", "").split()) == ours, "all of them, else the restore is refused"
+    (waited,) = re.findall(r"app\.kubernetes\.io/name in \((.+?)\)", text)
+    assert set(waited.split(", ")) == ours
+    (stopped,) = re.findall(r"grep -E '(.+?)'", text)
+    for plan in PLANS:
+        services = yaml.safe_load(compose.compose_file(plan))["services"]
+        processes = {name for name, one in services.items() if one["command"][:1] == ["serve"]}
+        assert {name for name in services if re.search(stopped, name)} == processes

@@ -137,6 +137,7 @@ def others_connected(database_url: str) -> int:
         asked = (
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
             " AND pid <> pg_backend_pid() AND COALESCE(backend_type, 'client backend') = 'client backend'"
+            " AND usesysid IS NOT NULL"  # hidden is the type of other roles' sessions, and of a vacuum, which has none
         )
         return int(connection.execute(text(asked)).scalar_one())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import sqlite3
 import threading
@@ -314,6 +315,9 @@ def test_a_data_directory_with_a_stack_is_refused(
 
 @on_sqlite
 def test_a_backup_is_not_mixed_with_other_things(here: Env, world: World, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    with Vault.for_writing(tmp_path / "disk") as vault:
+        assert vault.finished() == []
     (tmp_path / "thesis.txt").write_text("mine")
     assert "holds something else than backups" in refusal(command(here, "backup", tmp_path, "--from-env"))
     assert "There is no backup in" in refusal(command(here, "restore", tmp_path / "none", "--from-env"))
@@ -383,3 +387,19 @@ def test_a_secret_is_in_a_backup_only_if_asked(
     both = other | {"BATCHSVC_SECRET_KEY": f"{other['BATCHSVC_SECRET_KEY']},{servers.SECRET_KEY}"}
     opened = made(command(both, "restore", tmp_path / "full", "--from-env", "--overwrite", "--json"))
     assert opened["num_sealed_shut"] == 0
+
+
+@on_postgresql
+def test_sessions_of_other_roles_are_seen_by_one_that_may_see_little_of_them(migrated_url: str) -> None:
+    role = f"r_{secrets.token_hex(4)}"
+    db = Database(migrated_url)
+    with db.engine.begin() as connection:
+        connection.execute(text(f"CREATE ROLE {role} LOGIN"))
+    theirs = re.sub("//[^@/]*@", f"//{role}@", migrated_url)
+    db.dispose()
+    assert postgres_snapshot.others_connected(theirs) == 0
+    with db.engine.connect():
+        assert postgres_snapshot.others_connected(theirs) == 1
+    with db.engine.begin() as connection:
+        connection.execute(text(f"DROP ROLE {role}"))
+    db.dispose()

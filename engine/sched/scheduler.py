@@ -473,7 +473,7 @@ class Scheduler:
         del self._sequences[seq.id]
         self._lane(seq).open -= 1
         if self._speculation is not None:
-            self._speculation.forget(seq.id)
+            self._speculation.forget(seq.id, is_last=not self._sequences)
         seq.finish(reason, code, message)
         self._finished.append(seq)
         self._begin_forks(seq)

@@ -5,7 +5,8 @@ both then pick the same token more often than two draws would. Its layers keep t
 first layers, in blocks borrowed from the same pool (engine/cache/loans.py). What a borrowed block held is computed
 again when the pool has wanted it back.
 
-Of a text that is new to it, it first reads a bounded piece a step, and proposes once it has read all of it.
+Of a text that is new to it, it first reads a bounded piece a step, and proposes once it has read all of it. What it has
+of a text that ended is kept till the next one ends: a text of the same project that begins alike takes that over.
 """
 
 from __future__ import annotations
@@ -39,14 +40,24 @@ class DraftRunner(Protocol):
 
 @dataclass(slots=True)
 class _Draft:
-    """One text as the draft model has it: `computed` tokens have KV in `blocks`. Those from `guessed_at` on were
-    `guesses` of its own, and may be wrong."""
+    """One text as the draft model has it: the first `computed` of `tokens` have KV in `blocks`. Those from `guessed_at`
+    on were `guesses` of its own, and may be wrong."""
 
     params: SamplingParams
+    salt: str
+    tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     guessed_at: int = 0
     guesses: list[int] = field(default_factory=list)
+
+    def take_over(self, past: _Draft, tokens: Sequence[int]) -> None:
+        """What a text that ended has in common with this one, which has nothing yet."""
+        self.blocks = past.blocks
+        for known, token in zip(past.tokens[: past.computed], tokens, strict=False):
+            if known != token:
+                break
+            self.computed += 1
 
     def settle(self, tokens: Sequence[int]) -> None:
         """Forgets the KV of wrong guesses; the last token is always computed, to know what comes next."""
@@ -74,6 +85,7 @@ class DraftProposer:
         self._reads_all = reads_all
         self._loans: Loans | None = None
         self._drafts: dict[str, _Draft] = {}
+        self._past: _Draft | None = None  # of the text that ended last
         self._costs = StepCosts()
         self._steps = 0
 
@@ -119,16 +131,21 @@ class DraftProposer:
         return [tuple(found[seq.id]) for seq in sequences]
 
     def give_back(self) -> bool:
-        blocks = [block for draft in self._drafts.values() for block in draft.blocks]
+        drafts = [*self._drafts.values(), *([self._past] if self._past is not None else [])]
+        blocks = [block for draft in drafts for block in draft.blocks]
         self._drafts.clear()
+        self._past = None
         if self._loans is not None:
             self._loans.give_back(blocks)
         return bool(blocks)
 
     def forget(self, seq_id: str) -> None:
         draft = self._drafts.pop(seq_id, None)
-        if draft is not None and self._loans is not None:
-            self._loans.give_back(draft.blocks)
+        if draft is None or self._loans is None:
+            return
+        if self._past is not None:
+            self._loans.give_back(self._past.blocks)
+        self._past = draft
 
     def _is_worth(self, seq: RunningSequence) -> bool:
         if self._reads_all:
@@ -138,7 +155,7 @@ class DraftProposer:
         return unread <= _WORTH * (seq.max_outputs - seq.num_outputs)
 
     def _has_blocks(self, seq: RunningSequence, length: int) -> bool:
-        draft = self._drafts.setdefault(seq.id, _Draft(replace(seq.request.params, grammar="", logprobs=None)))
+        draft = self._drafts.get(seq.id) or self._begun(seq)
         draft.settle(seq.tokens)
         missing = -(-(len(seq.tokens) + length) // self._block_tokens) - len(draft.blocks)
         more = self._loans.take(missing) if missing > 0 and self._loans is not None else []
@@ -146,6 +163,15 @@ class DraftProposer:
             return False
         draft.blocks += more
         return True
+
+    def _begun(self, seq: RunningSequence) -> _Draft:
+        salt = seq.request.salt
+        draft = _Draft(replace(seq.request.params, grammar="", logprobs=None), salt)
+        if self._past is not None and self._past.salt == salt:
+            draft.take_over(self._past, seq.tokens)
+            self._past = None
+        self._drafts[seq.id] = draft
+        return draft
 
     def _read(self, sequences: Sequence[RunningSequence], found: dict[str, list[int]]) -> list[RunningSequence]:
         """Reads what is new of each text, as far as a step goes; those that were read to their end have a token."""
@@ -179,7 +205,7 @@ class DraftProposer:
         draft = self._drafts[seq.id]
         tokens = [*seq.tokens, *draft.guesses]
         start, end = draft.computed, draft.computed + size
-        draft.computed = end
+        draft.computed, draft.tokens = end, tokens
         samples = end == len(tokens)
         return Chunk(
             seq_id=seq.id,

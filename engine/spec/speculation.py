@@ -42,6 +42,7 @@ class Speculation:
         self._has_drafted = False
         self._steps = 0
         self._tried_at = 0  # the step of the last trial
+        self._idle_steps = 0  # in a row, in which nothing ran
 
     def drafts(
         self, running: Sequence[RunningSequence], step_tokens: int, *, only_interactive: bool = False
@@ -49,7 +50,8 @@ class Speculation:
         """What may be computed on trial in a step of at most `step_tokens`, by sequence id: behind those that decode
         and whose tokens are all known, perhaps only interactive ones. All that decode still get their own token."""
         self._steps += 1
-        if self._loans is not None and (self._loans.is_due or not running):
+        self._idle_steps = 0 if running else self._idle_steps + 1
+        if self._loans is not None and (self._loans.is_due or self._idle_steps > 1):  # what waits may lack room
             self._proposer.give_back()
         if len(running) > MOST_SEQUENCES:
             return {}
@@ -121,7 +123,9 @@ class Speculation:
         if plan.num_tokens <= MOST_ROWS and all(chunk.is_decode for chunk in plan.chunks):
             self._costs.observe(plan.num_tokens, took_s)
 
-    def forget(self, seq_id: str) -> None:
-        """The sequence ended."""
+    def forget(self, seq_id: str, *, is_last: bool = False) -> None:
+        """The sequence ended. `is_last`: there is no other one, so nothing more is kept for those to come."""
         self._proposer.forget(seq_id)
         self._odds.forget(seq_id)
+        if is_last:
+            self._proposer.give_back()

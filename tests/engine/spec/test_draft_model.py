@@ -28,9 +28,11 @@ class Draft(OracleRunner):
 
     wrong = 0.2
     largest = 0
+    tokens = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.largest = max(self.largest, plan.num_tokens)
+        self.tokens += plan.num_tokens
         return super().execute(plan)
 
 
@@ -84,6 +86,20 @@ def test_it_computes_each_token_once_and_its_own_guesses() -> None:
     assert counters.steps < 20 and counters.accepted_tokens > 20
     written = {block for block, _ in draft.memory}
     assert len(written) >= 28, "model and draft have blocks of their own"
+
+
+def test_a_text_that_begins_as_the_last_one_is_read_from_there_on() -> None:
+    """One after the other, as in one stream; what another project's text had in common isn't used."""
+    read = {}
+    for salt in ("mine", "other"):
+        harness, draft, _ = make_harness(num_blocks=400, max_running=1)
+        for name, end, of in (("first", 5, "mine"), ("second", 6, salt)):
+            harness.add(request(name, [3] * 200 + [end] * 9, 30, ignore_eos=True, salt=of))
+        harness.run()
+        harness.assert_answers()
+        assert harness.scheduler.num_used_blocks == 0, "nothing is kept when nobody is left"
+        read[salt] = draft.tokens
+    assert read["other"] - read["mine"] == 200
 
 
 def test_a_long_text_is_read_in_pieces_and_a_short_answer_is_not_worth_it() -> None:

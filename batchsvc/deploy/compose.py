@@ -13,14 +13,15 @@ import yaml
 from batchsvc.deploy import images
 from batchsvc.deploy.plan import API_DRAIN_S, MIGRATE_WAIT_S, S3_PORT, SECRET_SETTINGS, SIGNALS_PORT, Plan
 from batchsvc.deploy.probe import TIMEOUT_S
+from batchsvc.deploy.secrets import DigestOf, no_digest
 
 _SECRETS = "/run/secrets"
 _CACHE = "/var/lib/batchsvc"
 _LOADS_S = 3600  # an engine pulls its model, and loads it
 
 
-def compose_file(plan: Plan) -> str:
-    """The text of compose.yaml."""
+def compose_file(plan: Plan, digest_of: DigestOf = no_digest) -> str:
+    """The text of compose.yaml. `digest_of` files of secrets: where it changes, containers are made anew."""
     services: dict[str, Any] = {name: _DATA[name](plan) for name in plan.services}
     for name in services:
         services[name] |= _hardened() | {"restart": "unless-stopped"}
@@ -52,10 +53,17 @@ def compose_file(plan: Plan) -> str:
             services[name] = engine | {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
     else:
         services["engine"] = engine | {"deploy": {"replicas": plan.workers}}
+    for name, service in services.items():
+        if name not in ("postgres", "migrate") and (files := _read(service)):  # PostgreSQL reads its only once
+            service["labels"] = {"batchsvc.secrets": digest_of(files)}
     volumes: dict[str, Any] = {name: {} for name in (*plan.services, "cache")}
     secrets = {name: {"file": f"./secrets/{name}"} for name in _secret_files(plan)}
     document = {"name": plan.namespace, "services": services, "volumes": volumes, "secrets": secrets}
     return str(yaml.safe_dump(document, sort_keys=False, width=120))
+
+
+def _read(service: dict[str, Any]) -> list[str]:
+    return [one if isinstance(one, str) else one["source"] for one in service.get("secrets", [])]
 
 
 def _secret_files(plan: Plan) -> list[str]:

@@ -24,6 +24,7 @@ from batchsvc.deploy.plan import (
     Plan,
 )
 from batchsvc.deploy.probe import TIMEOUT_S
+from batchsvc.deploy.secrets import DigestOf, no_digest
 
 _SECRETS = "/secrets"
 _HOME = "/var/lib/batchsvc"
@@ -35,8 +36,9 @@ def written(manifests: list[dict[str, Any]]) -> str:
     return str(yaml.safe_dump_all(manifests, sort_keys=False, width=120))
 
 
-def documents(plan: Plan) -> list[dict[str, Any]]:
-    """All manifests of a deployment but its backups, in the order in which they are applied."""
+def documents(plan: Plan, digest_of: DigestOf = no_digest) -> list[dict[str, Any]]:
+    """All manifests of a deployment but its backups, in the order in which they are applied. Where `digest_of` the
+    files of secrets that a pod reads changes, it is rolled out."""
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     found: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plan.namespace, "labels": restricted}},
@@ -49,6 +51,9 @@ def documents(plan: Plan) -> list[dict[str, Any]]:
     found += [_budget(plan, "api"), _deployment(plan, "control", replicas=2), _budget(plan, "control")]
     found.append(_deployment(plan, "engine", replicas=plan.workers))
     found += [_closed(plan, service) for service in plan.services]
+    for each in found:
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            _annotate(plan, each, digest_of)
     return found
 
 
@@ -279,9 +284,6 @@ def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
         livenessProbe=_http("/livez", failures=6),
         **more,
     )
-    template = _pod(name, container, user=images.UID, grace_s=grace_s)
-    # pods read their settings at their start alone: other settings are another template, which is rolled out
-    template["metadata"]["annotations"] = {"batchsvc/settings": _digest(sorted(_settings(plan).items()))}
     strategy = {"maxUnavailable": 1, "maxSurge": 0} if role == "engine" else {"maxUnavailable": 0, "maxSurge": 1}
     return _made(
         plan,
@@ -292,9 +294,23 @@ def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
             "replicas": replicas,
             "selector": _selector(name),
             "strategy": {"type": "RollingUpdate", "rollingUpdate": strategy},
-            "template": template,
+            "template": _pod(name, container, user=images.UID, grace_s=grace_s),
         },
     )
+
+
+def _annotate(plan: Plan, workload: dict[str, Any], digest_of: DigestOf) -> None:
+    """Settings and secrets are read at the start alone: with others it is another template, which is rolled out."""
+    if workload["metadata"]["name"] == "postgres":
+        return  # its image reads the password when it makes the database, and never again
+    template = workload["spec"]["template"]
+    files = [
+        item["path"] for volume in template["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])
+    ]
+    found = {"batchsvc/secrets": digest_of(files)}
+    if workload["kind"] == "Deployment":
+        found["batchsvc/settings"] = _digest(sorted(_settings(plan).items()))
+    template["metadata"]["annotations"] = found
 
 
 def _budget(plan: Plan, role: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The secrets of a deployment: made once in a folder that only its owner reads, kept from then on, never printed.
 
 What follows from them, as the address of the database with its password, is written anew when they or a host change,
-so that a secret is rotated by removing its file. Such a file of another shape was written by somebody else, and stays.
+so that a secret is rotated by removing its file. Such a file that isn't as we wrote it is somebody else's, and stays;
+it is refused where it holds another password than the service gets.
 
 What a data service reads itself (a password file, a configuration with keys in it) lies there too, so that no secret
 is ever an argument or a variable of a process.
@@ -9,14 +10,18 @@ is ever an argument or a variable of a process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from batchsvc.deploy.plan import POSTGRES_PORT, VALKEY_PORT, Plan, PlanError, Service, authority
+
+DigestOf = Callable[[Iterable[str]], str]  # of files of secrets, by their names
 
 _PARTS = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
 _JWT = ("jwt.signing", "jwt.signing.read", "jwt.filer_signing", "jwt.filer_signing.read")
@@ -26,14 +31,18 @@ OF_SERVICE: dict[str, Service] = {  # files that only one data service reads, wi
     "s3.json": "s3",
     "security.toml": "s3",
 }
-# what differs between two files of one shape: password and host of an address, and the values of keys
-_VALUES = re.compile(r':[^:@/\s]*@[^/\s]+|(?<=requirepass )\S+|(?<=Key": ")[^"]*|(?<=key = ")[^"]*')
+_PASSWORDS = {"database_url": "postgres_password", "redis_url": "valkey_password"}
+_OF_US = ".written"  # sums of the derived files as we wrote them
+# what differs between two files of one shape: password and host of an address, and the values of keys; it tells whose a
+# file is that has no such sum
+_VALUES = re.compile(r':[^:@/\s]*@(\[[^]\s]*\]|[^:/\s]+)|(?<=requirepass )\S+|(?<=Key": ")[^"]*|(?<=key = ")[^"]*')
 
 
 def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Path]:
     """The files by name; secrets that are there already stay. `database` and `queue` are the hosts in the URLs.
 
-    Raises PlanError where a service is somebody else's, and the file with its address or key isn't there yet.
+    Raises PlanError where a service is somebody else's, and the file with its address or key isn't there yet; and where
+    an address that somebody else wrote has a password that the service no longer takes.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
@@ -44,11 +53,34 @@ def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Pa
             "a service that is there already."
         )
     parts = {name: _held(folder / name) or _write(folder / name, _fresh(name)) for name in _PARTS}
+    sums = json.loads(_held(folder / _OF_US) or "{}")
     for name, text in _derived(parts, database, queue).items():
         held = _held(folder / name)
-        if name not in _foreign(plan) and (held is None or _shape(held) == _shape(text)) and held != text.strip():
+        if name in _foreign(plan):
+            continue
+        if held == text.strip():
+            sums[name] = _sum(text)
+        elif held is None or (_sum(held) == sums[name] if name in sums else _shape(held) == _shape(text)):
             _write(folder / name, text)
-    return {path.name: path for path in sorted(folder.iterdir())}
+            sums[name] = _sum(text)
+        elif name in _PASSWORDS and not _has_password_of(held, text):
+            raise PlanError(
+                f"{folder / name} was edited, and has another password than {_PASSWORDS[name]} beside it: put that in, "
+                "or remove the file for a new one."
+            )
+    _write(folder / _OF_US, json.dumps(sums))
+    return {path.name: path for path in sorted(folder.iterdir()) if path.name != _OF_US}
+
+
+def digest(folder: Path, names: Iterable[str]) -> str:
+    """What differs when one of these files does. It tells nothing of them: the key of the deployment is in it."""
+    texts = [_held(folder / name) for name in ("secret_key", *sorted(names))]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def no_digest(_names: Iterable[str]) -> str:
+    """For whoever has no folder of secrets."""
+    return ""
 
 
 def _foreign(plan: Plan) -> list[str]:
@@ -81,12 +113,28 @@ def _shape(text: str) -> str:
     return _VALUES.sub("", text).strip()
 
 
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.strip().encode()).hexdigest()
+
+
+def _has_password_of(held: str, text: str) -> bool:
+    """Whether an address that goes in as the user of ours has the password of ours, too."""
+    theirs, ours = urlsplit(held), urlsplit(text)
+    if (theirs.username or "default") != (ours.username or "default"):
+        return True
+    return unquote(theirs.password or "") == unquote(ours.password or "")
+
+
 def _held(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
 def _write(path: Path, text: str) -> str:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """In one step, also over a file that nobody may write: those of a compose folder can only be read."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text if text.endswith("\n") else text + "\n")
+    fresh.replace(path)
     return text.strip()

@@ -6,11 +6,12 @@ Standard output is a shell script: run as it is, or read and typed, and again af
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from batchsvc.deploy import compose, images, k8s
 from batchsvc.deploy.plan import Plan
-from batchsvc.deploy.secrets import made
+from batchsvc.deploy.secrets import digest, made
 from batchsvc.deploy.systemd import HostSetup, Systemd, at
 
 _UPLOADED = "batchsvc-deploy"  # in the home directory of whom ssh logs in
@@ -46,7 +47,8 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
     for name in (folder / "secrets").iterdir():  # compose mounts them as they are, and the containers are no root
         if name.name != _ADMIN:
             name.chmod(0o444)
-    _write(folder / "compose.yaml", compose.compose_file(plan))
+    digest_of = partial(digest, folder / "secrets")
+    _write(folder / "compose.yaml", compose.compose_file(plan, digest_of))
     for file, text in images.files(plan).items():
         _write(folder / file, text)
     docker = f"docker compose -f {shlex.quote(str(folder / 'compose.yaml'))}"
@@ -63,7 +65,8 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
 def write_k8s(plan: Plan, folder: Path) -> list[str]:
     """Write the manifests, Dockerfile and secrets; returns the commands."""
     secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
-    _write(folder / "batchsvc.yaml", k8s.written(k8s.documents(plan)))
+    documents = k8s.documents(plan, partial(digest, folder / "secrets"))
+    _write(folder / "batchsvc.yaml", k8s.written(documents))
     _write(folder / "backups.yaml", k8s.written(k8s.backups(plan)))  # applied by whoever has a volume for them
     for file, text in images.files(plan).items():
         _write(folder / file, text)

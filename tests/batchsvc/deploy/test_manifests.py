@@ -164,6 +164,32 @@ def test_other_settings_are_rolled_out_to_every_pod_that_reads_them() -> None:
     assert templates(Plan()) == before
 
 
+@pytest.mark.parametrize(
+    ("removed", "of_data"),
+    [("postgres_password", set()), ("valkey_password", {"valkey"}), ("s3_secret_key", {"s3"}), ("secret_key", None)],
+)
+def test_a_rotated_secret_starts_anew_what_reads_it(tmp_path: Path, removed: str, of_data: set[str] | None) -> None:
+    """Else containers go on with the old one, which the service no longer takes."""
+
+    def written() -> tuple[dict[str, Any], dict[str, Any]]:
+        steps.write_compose(Plan(workers=2), tmp_path / "compose")
+        steps.write_k8s(Plan(), tmp_path / "k8s")
+        services = yaml.safe_load((tmp_path / "compose" / "compose.yaml").read_text())["services"]
+        manifests = yaml.safe_load_all((tmp_path / "k8s" / "batchsvc.yaml").read_text())
+        kinds = [each for each in manifests if each["kind"] in ("Deployment", "StatefulSet")]
+        return services, {each["metadata"]["name"].removeprefix("batchsvc-"): each["spec"] for each in kinds}
+
+    first = written()
+    assert written() == first
+    for folder in (tmp_path / "compose", tmp_path / "k8s"):
+        (folder / "secrets" / removed).unlink()
+    for before, after in zip(first, written(), strict=True):
+        assert set(before) == set(after)
+        changed = {name for name in before if before[name] != after[name]}
+        assert {"api", "control", "engine"} <= changed
+        assert of_data is None or changed - {"api", "control", "engine"} == of_data
+
+
 @pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
 def test_the_printed_commands_may_be_run_again(tmp_path: Path, write: Callable[[Plan, Path], list[str]]) -> None:
     """Fakes of docker and kubectl refuse to make twice what is there; the admin key is made once, and stays closed."""

@@ -191,6 +191,32 @@ def test_addresses_follow_hosts_and_passwords_but_what_others_wrote_stays(tmp_pa
     for name, text in own.items():
         (folder / name).write_text(text + "\n")
     assert {name: text for name, text in written("10.9.0.9").items() if name in own} == own
+    (folder / "postgres_password").unlink()
+    with pytest.raises(PlanError, match=r"database_url was edited, and has another password than postgres_password"):
+        written("10.9.0.9")
+    (folder / "database_url").unlink()
+    assert (folder / "postgres_password").read_text().strip() in written("10.9.0.9")["database_url"]
+
+
+@pytest.mark.parametrize("place", ["pool:6432", "db.example.com:5432"])
+def test_an_address_of_the_same_form_with_another_host_or_port_is_not_ours(tmp_path: Path, place: str) -> None:
+    folder, plan = tmp_path / "secrets", Plan(hosts=THREE)
+    steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+    edited = (folder / "database_url").read_text().replace("10.9.0.1:5432", place)
+    (folder / "database_url").write_text(edited)
+    steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+    assert (folder / "database_url").read_text() == edited
+
+
+def test_a_folder_from_before_its_sums_is_brought_up_to_date_too(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    steps.write_systemd(Plan(), tmp_path, ssh="root@{host}")
+    (folder / ".written").unlink()
+    steps.write_systemd(Plan(hosts=("fd00::1",)), tmp_path, ssh="root@{host}")
+    assert "@[fd00::1]:6379/0" in (folder / "redis_url").read_text()
+    (folder / ".written").unlink()
+    steps.write_systemd(Plan(hosts=THREE), tmp_path, ssh="root@{host}")
+    assert f"@{THREE[0]}:6379/0" in (folder / "redis_url").read_text()
 
 
 def test_a_host_may_be_an_ipv6_address(tmp_path: Path) -> None:

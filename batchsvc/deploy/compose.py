@@ -18,6 +18,7 @@ from batchsvc.deploy.secrets import DigestOf, no_digest
 _SECRETS = "/run/secrets"
 _CACHE = "/var/lib/batchsvc"
 _LOADS_S = 3600  # an engine pulls its model, and loads it
+_RECOVERS_S = 3600  # after a crash a data service replays its log first, and those that wait for it must not give up
 
 
 def compose_file(plan: Plan, digest_of: DigestOf = no_digest) -> str:
@@ -89,7 +90,7 @@ def _postgres(_plan: Plan) -> dict[str, Any]:
         "stop_signal": "SIGINT",
         "stop_grace_period": "120s",
         # by TCP: on its socket the image's own server answers too, which is there only to make the database
-        "healthcheck": _health(["CMD", "pg_isready", "-q", "-h", "127.0.0.1", "-U", "batchsvc"]),
+        "healthcheck": _health(["CMD", "pg_isready", "-q", "-h", "127.0.0.1", "-U", "batchsvc"], start_s=_RECOVERS_S),
     }
 
 
@@ -103,7 +104,8 @@ def _valkey(_plan: Plan) -> dict[str, Any]:
         "volumes": ["valkey:/data"],
         "sysctls": {"net.core.somaxconn": 4096},
         "stop_grace_period": "60s",
-        # it answers even without the password, that one is needed: it is there
+        # it answers even without the password, that one is needed: it is there. So it does while it loads its file:
+        # until it has, our processes work as if there were none
         "healthcheck": _health(["CMD-SHELL", "valkey-cli ping | grep -Eq 'PONG|NOAUTH'"]),
     }
 
@@ -125,7 +127,9 @@ def _s3(_plan: Plan) -> dict[str, Any]:
         "volumes": ["s3:/data"],
         "tmpfs": ["/tmp"],  # noqa: S108  in the container
         "stop_grace_period": "60s",
-        "healthcheck": _health(["CMD", "wget", "-q", "-O", "/dev/null", f"http://127.0.0.1:{S3_PORT}/healthz"]),
+        "healthcheck": _health(
+            ["CMD", "wget", "-q", "-O", "/dev/null", f"http://127.0.0.1:{S3_PORT}/healthz"], start_s=_RECOVERS_S
+        ),
     }
 
 

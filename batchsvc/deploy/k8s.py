@@ -29,6 +29,7 @@ from batchsvc.deploy.secrets import DigestOf, no_digest
 _SECRETS = "/secrets"
 _HOME = "/var/lib/batchsvc"
 _PORTS = {"postgres": POSTGRES_PORT, "valkey": VALKEY_PORT, "s3": S3_PORT}
+_PATIENT = {"failureThreshold": 8640}  # a day: killed in its recovery a data service would begin it anew
 
 
 def written(manifests: list[dict[str, Any]]) -> str:
@@ -165,7 +166,7 @@ def _postgres() -> tuple[dict[str, Any], int, list[str]]:
         args=["postgres", "-c", "max_connections=200"],
         env=[{"name": name, "value": value} for name, value in env.items()],
         readinessProbe=probe,
-        startupProbe=probe | {"failureThreshold": 8640},  # a day: killed in its recovery it would begin anew
+        startupProbe=probe | _PATIENT,
         livenessProbe=probe | {"failureThreshold": 12},
         more_mounts=[{"name": "scratch", "mountPath": "/var/run/postgresql", "subPath": "run"}],
     )
@@ -173,6 +174,7 @@ def _postgres() -> tuple[dict[str, Any], int, list[str]]:
 
 
 def _valkey() -> tuple[dict[str, Any], int, list[str]]:
+    # it listens before it loads its file
     probe = {"tcpSocket": {"port": "main"}, "periodSeconds": 10, "timeoutSeconds": 5}
     flags = ["--appendonly", "yes", "--dir", "/data", "--maxmemory-policy", "noeviction"]
     container = _container(
@@ -199,6 +201,7 @@ def _s3() -> tuple[dict[str, Any], int, list[str]]:
         command=["weed", *args],
         workingDir=_SECRETS,  # where weed looks for security.toml, whose keys close the ports behind the gateway
         readinessProbe=probe,
+        startupProbe=probe | _PATIENT,
         livenessProbe=probe | {"failureThreshold": 12},
     )
     return container, images.UID, ["s3.json", "security.toml"]

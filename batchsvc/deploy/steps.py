@@ -174,6 +174,10 @@ def _restarts(host: HostSetup, config: str, program: str) -> list[str]:
         *due(schema),  # while the API still runs: old processes bear a new schema
         *due(others),
         *due(engines, one_by_one=True),
+        f"for unit in {' '.join(host.unwanted)}; do  # of fewer workers than before, or of another host's now",
+        '  systemctl is-enabled --quiet "$unit" 2>/dev/null || continue',
+        '  systemctl disable --quiet --now "$unit"',
+        "done",
     ]
 
 

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from batchsvc.deploy.plan import (
     API_DRAIN_S,
     MIGRATE_WAIT_S,
+    MOST_WORKERS,
     POSTGRES_PORT,
     S3_PORT,
     SERVICES,
@@ -65,6 +66,7 @@ net.core.somaxconn = 4096
 """
 
 
+_GPU_UNIT = "batchsvc-gpu.service"
 _DATA_UNITS = {service: f"batchsvc-{service}.service" for service in SERVICES}
 
 
@@ -93,6 +95,13 @@ class HostSetup:
     host: str
     files: tuple[HostFile, ...]
     units: tuple[str, ...]
+
+    @property
+    def unwanted(self) -> list[str]:
+        """Units that an earlier plan may have started here. Data services stay: whoever moves them knows when."""
+        engines = [f"batchsvc-engine@{number}.service" for number in range(MOST_WORKERS)]
+        known = ["batchsvc-api.service", "batchsvc-control.service", "batchsvc-migrate.service", _GPU_UNIT, *engines]
+        return [unit for unit in known if unit not in self.units]
 
     def read_by(self, unit: str) -> list[str]:
         """Paths of the files that a unit has to be restarted for when they change."""
@@ -141,6 +150,9 @@ class Systemd:
         if is_worker:
             name = "batchsvc-engine@.service"
             files.append(HostFile(path=f"{units}/{name}", text=self._engine_unit(host), reader=name))
+            if plan.device == "cuda":
+                files.append(HostFile(path=f"{units}/{_GPU_UNIT}", text=self._gpu_unit(), reader=_GPU_UNIT))
+                started.append(_GPU_UNIT)
             started += [f"batchsvc-engine@{number}.service" for number in range(plan.workers)]
         files.append(HostFile(path=f"{config}/90-batchsvc.conf", text=_SYSCTL))
         files += [
@@ -248,7 +260,11 @@ exec {at(plan.paths.program, host)} "$@"
         gpu = plan.device == "cuda"
         return self._unit(
             "batchsvc: engine worker %i",
-            after=["batchsvc-migrate.service"] if host == plan.api_host else [],
+            after=[
+                *(["batchsvc-migrate.service"] if host == plan.api_host else []),
+                *([_GPU_UNIT] if gpu else []),
+            ],
+            wants=[("Wants", _GPU_UNIT)] if gpu else None,
             service=[
                 ("Environment", "BATCHSVC_SIGNALS_PORT=911%i"),
                 ("Environment", f"BATCHSVC_WORKER_NAME={host.replace(':', '.')}-%i"),
@@ -260,6 +276,24 @@ exec {at(plan.paths.program, host)} "$@"
                 ("TasksMax", "4096"),
                 *_HARDENING,
                 *(_GPU_DEVICES if gpu else _CLOSED_DEVICES),
+            ],
+        )
+
+    def _gpu_unit(self) -> str:
+        """Loads the driver's modules and makes their device files, which after a boot whoever uses a GPU first does as
+        root, and an engine can't; a unit of its own, because systemd looks up the devices of an engine's unit before it
+        runs any command of it."""
+        numbers = " ".join(f"-c {number}" for number in range(self._plan.workers))
+        return self._unit(
+            "batchsvc: device files of the GPUs",
+            service=[
+                ("Type", "oneshot"),
+                ("RemainAfterExit", "yes"),
+                ("ExecStart", f"-/usr/bin/nvidia-modprobe -c 255 {numbers}"),  # 255: nvidiactl
+                ("ExecStart", "-/usr/bin/nvidia-modprobe -u -c 0 -c 1"),  # nvidia-uvm and its tools
+                ("NoNewPrivileges", "yes"),
+                ("ProtectSystem", "strict"),
+                ("ProtectHome", "yes"),
             ],
         )
 
@@ -344,7 +378,10 @@ exec {at(plan.paths.program, host)} "$@"
 set -eu
 if [ "${{1:-}}" = database ]; then
   export PGHOST={folder} PGPORT={POSTGRES_PORT} PGUSER=postgres PGDATABASE=postgres
-  until {bin_}/psql -Xqc 'SELECT 1' >/dev/null 2>&1; do sleep 0.2; done
+  until {bin_}/psql -Xqc 'SELECT 1' >/dev/null 2>&1; do
+    [ -d "/proc/$MAINPID" ] || exit 1  # it ended: systemd starts it again once this has ended too
+    sleep 0.2
+  done
   password=$(cat {config}/secrets/postgres_password)
   {bin_}/psql -Xq -v ON_ERROR_STOP=1 <<SQL
 SELECT 'CREATE ROLE batchsvc LOGIN' WHERE NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'batchsvc') \\gexec

@@ -40,6 +40,8 @@ _SYSTEMCTL = """\
 verb=$1; shift
 case $verb in
 is-active) exec "@PYTHON@" "@RUNNER@" is-active "$2" ;;
+is-enabled) [ -e "$TEST_HOST_DIR/run/$2.pid" ] ;;
+disable) exec "@PYTHON@" "@RUNNER@" stop "$3" ;;
 stop)
   for pattern in "$@"; do
     for running in "$TEST_HOST_DIR"/run/$pattern.service.pid; do

@@ -44,11 +44,11 @@ def environment(unit: Unit) -> dict[str, str]:
     return {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", **unit.environment()}
 
 
-def run_to_end(unit: Unit, commands: list[Command], log: Path) -> None:
+def run_to_end(unit: Unit, commands: list[Command], log: Path, **more: str) -> None:
     for argv, may_fail in commands:
         with log.open("ab") as sink:
             code = subprocess.run(
-                [*prefix(unit), *argv], env=environment(unit), cwd=unit.one("WorkingDirectory", "/"),
+                [*prefix(unit), *argv], env=environment(unit) | more, cwd=unit.one("WorkingDirectory", "/"),
                 stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, timeout=300, check=False,
             ).returncode  # fmt: skip
         if code and not may_fail:
@@ -71,7 +71,7 @@ def start(name: str) -> None:
             start_new_session=True,
         )  # fmt: skip
     (RUN / f"{name}.pid").write_text(str(watcher.pid))
-    run_to_end(unit, unit.commands("ExecStartPost"), log)
+    run_to_end(unit, unit.commands("ExecStartPost"), log, MAINPID=str(watcher.pid))
 
 
 def watch(name: str) -> None:

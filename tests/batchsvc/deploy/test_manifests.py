@@ -297,6 +297,16 @@ def test_probes_are_more_patient_than_what_they_ask() -> None:
                 assert asked["timeoutSeconds"] == probe.TIMEOUT_S
 
 
+def test_a_data_service_may_recover_for_long() -> None:
+    """PostgreSQL replays its log and SeaweedFS reads its volumes first: whoever kills them then has them begin anew."""
+    for name, _, spec in pods(k8s.documents(Plan())):
+        if name in ("postgres", "s3"):
+            asked = spec["containers"][0]["startupProbe"]
+            assert asked["failureThreshold"] * asked["periodSeconds"] == 24 * 3600
+            container = yaml.safe_load(compose.compose_file(Plan()))["services"][name]
+            assert container["healthcheck"]["start_period"] == "3600s"
+
+
 def test_compose_waits_for_the_api_and_then_starts_engines(tmp_path: Path) -> None:
     """Waiting for all would wait for engines too, and calls the one-shot containers failed that have ended well."""
     starts = [line.partition("compose.yaml ")[2] for line in steps.write_compose(Plan(), tmp_path) if " up " in line]

@@ -40,6 +40,7 @@ def test_every_unit_is_hardened_restarts_and_stops_later_than_its_process(
 ) -> None:
     plan = Plan(hosts=hosts, device=device, term_grace_s=300, workers=2)
     units = units_of(plan)
+    assert (units.pop("batchsvc-gpu.service", None) is not None) == (device == "cuda")
     assert set(units) == {
         *("batchsvc-postgres.service", "batchsvc-valkey.service", "batchsvc-s3.service"),
         *("batchsvc-migrate.service", "batchsvc-api.service", "batchsvc-control.service", "batchsvc-engine@.service"),
@@ -76,6 +77,39 @@ def test_after_a_boot_without_its_database_a_host_comes_up_all_the_same() -> Non
         assert units[name].all("Requires", "Unit") == []
         assert "batchsvc-migrate.service" in units[name].all("Wants", "Unit")
         assert "batchsvc-migrate.service" in units[name].all("After", "Unit")[0].split()
+
+
+def test_the_devices_of_gpus_are_there_before_an_engine_starts() -> None:
+    """Its unit may gain no privilege, so it can't load the driver's modules; nor may a missing program keep it down."""
+    plan = Plan(hosts=THREE, device="cuda", workers=2)
+    units = units_of(plan)
+    gpu, engine = units["batchsvc-gpu.service"], units["batchsvc-engine@.service"]
+    assert [command.may_fail for command in gpu.commands("ExecStart")] == [True, True]
+    assert [command.argv[1:] for command in gpu.commands("ExecStart")] == [
+        ["-c", "255", "-c", "0", "-c", "1"],
+        ["-u", "-c", "0", "-c", "1"],
+    ]
+    assert gpu.all("User") == gpu.all("PrivateDevices") == []
+    assert "batchsvc-gpu.service" in engine.all("After", "Unit")[0].split()
+    assert "batchsvc-gpu.service" in engine.all("Wants", "Unit")
+    assert [host.units[0] for host in Systemd(plan).hosts() if "batchsvc-gpu.service" in host.units] == [
+        "batchsvc-gpu.service"
+    ]
+    assert not any("batchsvc-gpu.service" in text for text in unit_files(Plan(hosts=THREE)).values())
+
+
+def test_who_waits_for_postgres_gives_up_when_it_has_ended(tmp_path: Path) -> None:
+    """Its unit waits for ever, for a long recovery; systemd starts it again only once its last command has ended."""
+    [start] = [file for file in Systemd(Plan()).hosts()[0].files if file.path.endswith("start-postgres")]
+    fails = tmp_path / "psql"
+    fails.write_text("#!/bin/sh\nexit 2\n")
+    fails.chmod(0o755)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    script = start.text.replace(Paths().postgres, str(tmp_path))
+    argv, env = ["sh", "-c", script, "start-postgres", "database"], {"PATH": "/usr/bin:/bin", "MAINPID": str(gone.pid)}
+    assert subprocess.run(argv, env=env, timeout=20, check=False).returncode == 1
+    assert units_of(Plan())["batchsvc-postgres.service"].one("TimeoutStartSec") == "infinity"
 
 
 def test_a_worker_host_needs_nothing_of_the_others_units() -> None:
@@ -283,10 +317,13 @@ def test_setup_restarts_only_what_does_not_run_or_whose_files_changed(tmp_path: 
     for folder in (programs, venv / "bin", record.parent, installed):
         folder.mkdir(parents=True)
     record.write_text("version 1")
-    log, dead = programs / "restarts", programs / "dead"
+    log, dead, enabled = programs / "restarts", programs / "dead", programs / "enabled"
     systemctl = (
         f'#!/bin/sh\ncase $1 in restart) shift; echo "$*" >> {log} ;;\n'
-        f'is-active) ! grep -qx "$3" {dead} 2>/dev/null ;; esac\n'
+        f'is-active) ! grep -qx "$3" {dead} 2>/dev/null ;;\n'
+        f'is-enabled) grep -q " $3 " {enabled} ;;\n'
+        f'enable) shift 2; echo " $* " >> {enabled} ;;\n'
+        f'disable) echo "off $4" >> {log}; sed -i "s/ $4 / /" {enabled} ;; esac\n'
     )
     for path, text in (
         (venv / "bin" / "batchsvc", "#!/bin/sh\n"), (programs / "systemctl", systemctl),
@@ -299,8 +336,8 @@ def test_setup_restarts_only_what_does_not_run_or_whose_files_changed(tmp_path: 
         units=str(installed / "units"),
     )  # fmt: skip
 
-    def again(**changed: str) -> list[str]:
-        plan = Plan(hosts=("10.9.0.1",), workers=2, user=getpass.getuser(), paths=paths, extra=changed)
+    def again(workers: int = 2, **changed: str) -> list[str]:
+        plan = Plan(hosts=("10.9.0.1",), workers=workers, user=getpass.getuser(), paths=paths, extra=changed)
         steps.write_systemd(plan, tmp_path / "to", ssh="root@{host}")
         return set_up(tmp_path / "to" / "10.9.0.1", programs)
 
@@ -316,6 +353,17 @@ def test_setup_restarts_only_what_does_not_run_or_whose_files_changed(tmp_path: 
     assert again(BATCHSVC_LEASE_S="30") == ["batchsvc-valkey.service", *ours, *engines]
     dead.write_text("batchsvc-control.service\nbatchsvc-engine@1.service\n")
     assert again(BATCHSVC_LEASE_S="30") == ["batchsvc-control.service", "batchsvc-engine@1.service"]
+    dead.unlink()
+    assert again(1, BATCHSVC_LEASE_S="30") == ["off batchsvc-engine@1.service"]
+    assert again(1, BATCHSVC_LEASE_S="30") == []
+
+
+def test_what_another_host_does_now_is_stopped_where_it_was_but_no_data_service() -> None:
+    data, api, worker = Systemd(Plan(hosts=THREE, workers=2)).hosts()
+    assert {"batchsvc-api.service", "batchsvc-engine@0.service", "batchsvc-engine@8.service"} <= set(data.unwanted)
+    assert "batchsvc-api.service" not in api.unwanted
+    assert not {"batchsvc-engine@0.service", "batchsvc-engine@1.service"} & set(worker.unwanted)
+    assert not any("postgres" in unit for host in (data, api, worker) for unit in host.unwanted)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from batchsvc import __version__
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import grouped
@@ -47,6 +48,7 @@ class PlanOptions:
         hosts: tuple[str, ...] = ("127.0.0.1",),
         image: str = "batchsvc:latest",
         namespace: str = "batchsvc",
+        engine_memory: str = "16Gi",
         user: str = "batchsvc",
         paths: Paths = _USUAL,
         weed_port: int = 9333,
@@ -65,6 +67,7 @@ class PlanOptions:
                 without=frozenset(name for name in SERVICES if name in absent),
                 image=image,
                 namespace=namespace,
+                engine_memory=engine_memory,
                 api_port=self.port,
                 bucket=self.bucket,
                 term_grace_s=self.term_grace_s,
@@ -154,14 +157,25 @@ def compose_command(
 @grouped
 def k8s(
     *,
-    image: ImageOption = "batchsvc:latest",
+    image: ImageOption = f"batchsvc:{__version__}",
+    engine_memory: Annotated[
+        str, typer.Option("--engine-memory", metavar="SIZE", help="Memory of an engine worker's pod; its pool fits in.")
+    ] = "16Gi",
     namespace: Annotated[str, typer.Option("--namespace", help="The namespace of all of it.")] = "batchsvc",
     options: PlanOptions,
 ) -> None:
     """Manifests of Kubernetes."""
     from batchsvc.deploy import steps
+    from batchsvc.deploy.k8s import is_rolled_out
 
-    _print(options, steps.write_k8s(options.plan(image=image, namespace=namespace), options.to))
+    if not is_rolled_out(image):
+        raise CommandError(
+            f"--image {image}: give each version a tag of its own, or a digest; Kubernetes rolls nothing out where the "
+            "name of the image stays the same.",
+            Exit.USAGE,
+        )
+    plan = options.plan(image=image, namespace=namespace, engine_memory=engine_memory)
+    _print(options, steps.write_k8s(plan, options.to))
 
 
 def _print(options: PlanOptions, commands: list[str]) -> None:

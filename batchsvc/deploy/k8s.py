@@ -234,6 +234,12 @@ def _ours(plan: Plan, name: str, command: list[str], **rest: Any) -> dict[str, A
     }
 
 
+def is_rolled_out(image: str) -> bool:
+    """Whether another version of it has another name: the same manifest applied again changes nothing."""
+    tag = image.rpartition("/")[2].partition(":")[2]
+    return "@" in image or tag not in ("", "latest")
+
+
 def migration_name(plan: Plan) -> str:
     """Another name for each image: a Job that has run can't be changed, only followed by another one."""
     return f"batchsvc-migrate-{_digest((plan.image, plan.settings))}"
@@ -272,7 +278,8 @@ def _deployment(plan: Plan, role: str, *, replicas: int) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if role == "engine":
         gpu = {"nvidia.com/gpu": "1"} if plan.device == "cuda" else {}
-        more["resources"] = {"requests": {"cpu": "2", "memory": "8Gi", **gpu}, "limits": {"memory": "16Gi", **gpu}}
+        memory = {"memory": plan.engine_memory}  # all of it, for the engine sizes its pool by what it may take
+        more["resources"] = {"requests": {"cpu": "2", **memory, **gpu}, "limits": {**memory, **gpu}}
     else:
         more["resources"] = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "8Gi"}}
     if role == "api":  # its address is taken from the Service first, and calls that are on their way still arrive

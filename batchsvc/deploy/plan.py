@@ -43,6 +43,7 @@ _TOLD_ELSEWHERE = {
     "BATCHSVC_WORKER_NAME": "each worker has one of its own",
 }
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?")
+_MEMORY = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[KMGT]i?")
 _SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\"'\\$`%]*")
 
@@ -75,6 +76,7 @@ class Plan:
     device: Device = "cpu"
     without: frozenset[Service] = frozenset()
     image: str = "batchsvc:latest"
+    engine_memory: str = "16Gi"  # of a pod of an engine, as Kubernetes writes it
     namespace: str = "batchsvc"
     api_port: int = 8080
     bucket: str = "batchsvc"
@@ -92,6 +94,8 @@ class Plan:
                 raise PlanError(f"--hosts: {host!r} is neither an address nor a name of a host.", param="hosts")
         if not 1 <= self.workers <= MOST_WORKERS:
             raise PlanError(f"--workers is the number of engine workers a host, 1 to {MOST_WORKERS}.", param="workers")
+        if not _MEMORY.fullmatch(self.engine_memory):
+            raise PlanError(f"--engine-memory is such as 16Gi, not {self.engine_memory!r}.", param="engine_memory")
         for flag, text in (("--model", self.model), ("--image", self.image), ("--bucket", self.bucket)):
             if not text or not _PLAIN.fullmatch(text) or " " in text:
                 raise PlanError(f"{flag} can't be {text!r}: no spaces, quotes, $ or % there.", param=flag[2:])

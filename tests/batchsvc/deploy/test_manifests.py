@@ -143,6 +143,28 @@ def test_our_processes_would_take_the_settings_that_they_get(plan: Plan) -> None
         assert {name for name in env if name.endswith("_FILE")} <= Settings.known_variables()
 
 
+@pytest.mark.parametrize(
+    "image", ["batchsvc", "batchsvc:latest", "registry.example.com:5000/batchsvc", "registry.example.com/b:latest"]
+)
+def test_an_image_whose_name_would_stay_the_same_is_refused(tmp_path: Path, image: str) -> None:
+    """Its next version would be pushed, and no pod would ever run it."""
+    refused = CliRunner().invoke(app, ["deploy", "k8s", "--to", str(tmp_path / "to"), "--image", image])
+    assert refused.exit_code != 0
+    assert "a tag of its own" in str(refused.exception) + refused.output
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("image", ["registry.example.com:5000/batchsvc:1", f"batchsvc@sha256:{'0' * 64}"])
+def test_an_engine_gets_the_memory_that_its_model_takes(tmp_path: Path, image: str) -> None:
+    argv = ["deploy", "k8s", "--to", str(tmp_path), "--image", image, "--engine-memory", "160Gi"]
+    written = CliRunner().invoke(app, argv)
+    assert written.exit_code == 0, written.output
+    specs = {name: spec for name, _, spec in pods(list(yaml.safe_load_all((tmp_path / "batchsvc.yaml").read_text())))}
+    resources = specs["batchsvc-engine"]["containers"][0]["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == "160Gi"
+    assert specs["batchsvc-api"]["containers"][0]["image"] == image
+
+
 def test_another_image_has_another_migration() -> None:
     """A Job that has run can't be changed: `kubectl apply` of the next version would fail."""
     names = {k8s.migration_name(Plan(image=f"batchsvc:{version}")) for version in (1, 2)}

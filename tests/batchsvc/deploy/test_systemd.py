@@ -281,6 +281,7 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
         ({"workers": 0}, "--workers"),
         ({"workers": 10}, "--workers"),
         ({"model": "a$(b)"}, "--model can't be"),
+        ({"engine_memory": "16 GB"}, "--engine-memory is such as 16Gi"),
         ({"image": 'x"y'}, "--image can't be"),
         ({"extra": {"BATCHSVC_X": "a\nb"}}, "--set takes NAME=VALUE"),
         ({"extra": {"BATCHSVC_TLS_CERT": "/a.pem"}}, "a proxy speaks TLS"),

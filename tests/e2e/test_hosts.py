@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import psycopg
 import pytest
 
 from batchsvc.deploy.probe import main
@@ -174,6 +176,34 @@ def test_hosts_are_restored_by_the_commands_of_readme(
     assert half.usage.output_tokens == 96 * 20
     added = loopback.on(api, f"{loopback.base}/{api}/etc/here reconcile --all --from-env")
     assert added.returncode == 0, added.stdout
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_the_secrets_of_the_data_services_are_rotated_by_removing_their_files(
+    loopback: Hosts, cli: CommandLine, request: pytest.FixtureRequest
+) -> None:
+    """In mid-batch: what is half done ends, with the new ones; the old ones open nothing."""
+    deployed = Deployed(loopback, cli, speed=300)
+    request.addfinalizer(deployed.close)
+    half_id = deployed.submit(96, tokens=20)
+    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
+    folder, before = loopback.base / "deploy" / "secrets", dict(deployed.secrets)
+    for name in ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "s3_jwt_key"):
+        (folder / name).unlink()
+    deployed.bring_up()
+    assert {name for name in before if deployed.secrets[name] == before[name]} == {"secret_key"}
+    data, api, _ = loopback.names
+    assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
+    half = deployed.wait(half_id)
+    assert [row["custom_id"] for row in deployed.rows(half)] == [f"r{number}" for number in range(96)]
+    assert half.usage.output_tokens == 96 * 20
+    ready = httpx.get(f"http://{api}:8080/readyz").json()
+    assert set(ready["parts"].values()) == {"ok"}, ready
+    for path in (loopback.base / data / "etc" / "secrets").iterdir():
+        assert not any(secret in path.read_text() for secret in set(before.values()) - set(deployed.secrets.values()))
+    with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
+        psycopg.connect(before["database_url"])
 
 
 @pytest.mark.faults

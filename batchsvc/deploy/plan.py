@@ -5,6 +5,7 @@ A plan holds no secret, only the names of the files that hold them; `secrets.py`
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ _TOLD_ELSEWHERE = {
     "BATCHSVC_SIGNALS_PORT": "each process has one of its own, which is probed",
     "BATCHSVC_WORKER_NAME": "each worker has one of its own",
 }
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _MEMORY = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[KMGT]i?")
 _SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\"'\\$`%]*")
@@ -90,7 +91,7 @@ class Plan:
         if not self.hosts or len(set(self.hosts)) != len(self.hosts):
             raise PlanError("--hosts names at least one host, each once, with commas between.", param="hosts")
         for host in self.hosts:
-            if not _HOST.fullmatch(host):
+            if not (is_ipv6(host) if ":" in host else _HOST.fullmatch(host)):
                 raise PlanError(f"--hosts: {host!r} is neither an address nor a name of a host.", param="hosts")
         if not 1 <= self.workers <= MOST_WORKERS:
             raise PlanError(f"--workers is the number of engine workers a host, 1 to {MOST_WORKERS}.", param="workers")
@@ -149,6 +150,14 @@ class Plan:
     def secret_settings(self, folder: str) -> dict[str, str]:
         """The settings that name the files of secrets in a folder."""
         return {f"{name}_FILE": f"{folder}/{file}" for name, file in SECRET_SETTINGS.items()}
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether it is an address that every one of our ways to write one takes: without brackets and zone."""
+    try:
+        return ipaddress.IPv6Address(host).scope_id is None
+    except ValueError:
+        return False
 
 
 def authority(host: str, port: int) -> str:

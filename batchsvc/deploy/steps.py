@@ -29,7 +29,7 @@ def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = No
         commands += [
             f"# {host.host}: {', '.join(host.units)}",
             f"ssh {login} rm -rf {_UPLOADED}",  # of a run that ended early: scp would copy into it
-            f"scp -qr {shlex.quote(str(place))} {_for_scp(login)}:{_UPLOADED}",
+            f"scp -qr {shlex.quote(_with_slash(place))} {_for_scp(login)}:{_UPLOADED}",
             f"ssh {login} 'sh {_UPLOADED}/setup.sh && rm -rf {_UPLOADED}'",  # secrets lie in it
         ]
     here = f"ssh {ssh.replace('{host}', plan.api_host)} {at(plan.paths.config, plan.api_host)}/here"
@@ -85,6 +85,11 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
         f"{run} models add {plan.model} --from-env",
         _admin_key(run, folder),
     ]
+
+
+def _with_slash(place: Path) -> str:
+    """A path with a colon and no slash before it would be a host's for scp."""
+    return str(place) if place.is_absolute() else f"./{place}"
 
 
 def _for_scp(login: str) -> str:

@@ -253,10 +253,26 @@ def test_a_folder_from_before_its_sums_is_brought_up_to_date_too(tmp_path: Path)
     assert f"@{THREE[0]}:6379/0" in (folder / "redis_url").read_text()
 
 
-def test_a_host_may_be_an_ipv6_address(tmp_path: Path) -> None:
-    commands = steps.write_systemd(Plan(hosts=("fd00::1",)), tmp_path, ssh="root@{host}")
-    assert f"scp -qr {tmp_path}/fd00::1 root@[fd00::1]:batchsvc-deploy" in commands
-    assert "ssh root@fd00::1 rm -rf batchsvc-deploy" in commands
+def test_a_host_may_be_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all that is printed and written: scp and URLs want brackets, ssh and what listens want none."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    commands = steps.write_systemd(Plan(hosts=("fd00::1", "fd00::2")), Path(), ssh="root@{host}")
+    assert f"scp -qr {shlex.quote('./fd00::1')} root@[fd00::1]:batchsvc-deploy" in commands
+    logins = {word for line in commands for word in shlex.split(line, comments=True) if "root@" in word}
+    assert logins == {
+        *("root@fd00::1", "root@fd00::2", "root@[fd00::1]:batchsvc-deploy", "root@[fd00::2]:batchsvc-deploy")
+    }
+    data, api = here / "fd00::1", here / "fd00::2"
+    assert "bind fd00::1\n" in (data / "valkey.conf").read_text()
+    assert "listen_addresses = 'fd00::1'" in (data / "postgresql.conf").read_text()
+    assert "-s3.ip.bind=fd00::1 " in (data / "batchsvc-s3.service").read_text()
+    env = (api / "batchsvc.env").read_text()
+    assert 'AWS_ENDPOINT_URL_S3="http://[fd00::1]:8333"' in env
+    assert 'BATCHSVC_HOST="fd00::2"' in env
+    assert "@[fd00::1]:5432/" in (api / "secret-database_url").read_text()
+    assert "http://[fd00::2]:8080/readyz" in (api / "batchsvc-api.service").read_text()
 
 
 def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path) -> None:
@@ -277,6 +293,9 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
         ({"hosts": ()}, "--hosts names at least one host"),
         ({"hosts": ("a", "a")}, "each once"),
         ({"hosts": ("a b",)}, "neither an address nor a name"),
+        ({"hosts": ("10.0.0.1:22",)}, "neither an address nor a name"),
+        ({"hosts": ("[fd00::1]",)}, "neither an address nor a name"),
+        ({"hosts": ("fe80::1%eth0",)}, "neither an address nor a name"),
         ({"hosts": ("a;rm -rf /",)}, "neither an address nor a name"),
         ({"workers": 0}, "--workers"),
         ({"workers": 10}, "--workers"),

@@ -7,7 +7,6 @@ probabilities too.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ from engine.text import load_text
 from tests.engine.spec.guesser import SimpleProposer
 from tests.tiny import make_tiny_model
 
-DATA = Path(__file__).parents[2] / "data"
 DRAWN = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5, ignore_eos=True)
 GREEDY = replace(DRAWN, temperature=0.0, top_p=1.0)
 WORDS = ["late", "lost parcel", "refund asked", "refund refused", "thanks"]
@@ -349,37 +347,6 @@ def test_heads_that_cannot_draft_are_refused_in_a_sentence(world: World, heads: 
             world.engine(**changes)
     with pytest.raises(ModelError, match="another digest"):
         world.engine(spec="heads", draft=str(heads), model=str(small))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["auto", "every proposal"])
-def test_greedy_answers_of_a_real_model_to_real_prompts(default_model: Path, mode: str) -> None:
-    """Quotes, edits and tickets, few at a time so that drafts pay."""
-    text = load_text(default_model)
-    bodies = [
-        json.loads(line)["body"]
-        for name in ("copy", "tickets")
-        for line in (DATA / f"{name}.jsonl").open()
-        if line.strip()
-    ]
-    prompts = text.encode_prompts([text.render(body["messages"]) for body in bodies])
-    params = SamplingParams(max_tokens=96, temperature=0)
-    requests = [Request(id=str(i), prompt_ids=ids, params=params) for i, ids in enumerate(prompts)]
-    config = EngineConfig(
-        model=str(default_model),
-        weight_format="int8",
-        kv_format="int8",
-        num_blocks=2000,
-        max_running=6,
-        reproducible=True,
-    )
-    runner = ModelRunner(config)
-    plain = Engine(replace(config, spec="off"), runner=runner, text=text)
-    expected = list(plain.run(requests))
-    speculation = None if mode == "auto" else Speculation(NgramProposer(), is_gated=False)
-    engine = Engine(config, runner=runner, text=text, speculation=speculation)
-    assert_same(list(engine.run(requests)), expected)
-    assert engine.stats().accepted_tokens > 0 and engine.stats().steps < plain.stats().steps
 
 
 class Spelled(SimpleProposer):

@@ -152,7 +152,7 @@ def test_hosts_are_restored_by_the_commands_of_readme(
     request.addfinalizer(deployed.close)
     ended = deployed.wait(deployed.submit(16, tokens=8))
     rows = deployed.rows(ended)
-    half_id = deployed.submit(96, tokens=20)
+    half_id = deployed.submit(96, tokens=60)  # longer than a backup takes
     deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
     deployed.follow_readme("\nUpgrade, with the flags", only=" ssh ")
     assert deployed.client.batches.retrieve(half_id).status == "in_progress", "else the backup was made too late"
@@ -173,7 +173,7 @@ def test_hosts_are_restored_by_the_commands_of_readme(
     assert deployed.rows(deployed.client.batches.retrieve(ended.id)) == rows
     half = deployed.wait(half_id)
     assert [row["custom_id"] for row in deployed.rows(half)] == [f"r{number}" for number in range(96)]
-    assert half.usage.output_tokens == 96 * 20
+    assert half.usage.output_tokens == 96 * 60
     added = loopback.on(api, f"{loopback.base}/{api}/etc/here reconcile --all --from-env")
     assert added.returncode == 0, added.stdout
 

@@ -39,7 +39,7 @@ class Release(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    lines: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list, max_length=1_000)
+    lines: list[Annotated[int, Field(ge=1, le=2**53)]] = Field(default_factory=list, max_length=1_000)
 
 
 class LoadModel(BaseModel):

@@ -64,7 +64,7 @@ class RegisterModel(BaseModel):
     name: str
     path: str = Field(min_length=1, max_length=1024)
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    context_tokens: int = Field(ge=1)
+    context_tokens: int = Field(ge=1, le=2**31 - 1)
     weight_format: str = Field(default="bf16", min_length=1, max_length=16)
     kv_format: str = Field(default="bf16", min_length=1, max_length=16)
     project_id: str | None = Field(default=None, min_length=1, max_length=64)

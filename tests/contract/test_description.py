@@ -163,6 +163,7 @@ def test_every_operation_answers_as_described(own: Api, ids: dict[str, str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some thousand calls an operation
 def test_every_operation_answers_as_described_at_length(own: Api, ids: dict[str, str]) -> None:
     assert fuzz(own, ids, examples=150) == []
 
@@ -177,6 +178,7 @@ def fields_of(described: dict[str, Any], path: str, method: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some thousand calls an operation
 def test_no_value_of_a_body_breaks_the_server(own: Api, ids: dict[str, str]) -> None:
     described = own.call("GET", "/openapi.json").json()
     broken: list[str] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from batchsvc.accounts import service as accounts
 from batchsvc.batches import models, queries, worker_queries
-from batchsvc.batches.schemas import model_object
+from batchsvc.batches.incident_schemas import Release
+from batchsvc.batches.schemas import RegisterModel, model_object
 from batchsvc.db import migrate
 from batchsvc.db.session import Database
 from batchsvc.errors import InvalidRequestError, NotFoundError
@@ -97,3 +99,12 @@ def test_a_model_that_learned_from_a_project_is_its_own(migrated_url: str) -> No
                 models.register(session, name, "/c", digest="bb" * 32, context_tokens=1, project_id=project)
         models.register(session, "copy", "/c", digest="bb" * 32, context_tokens=1, project_id=mine)
     database.dispose()
+
+
+def test_a_number_that_no_database_holds_is_refused() -> None:
+    known = {"name": "m", "path": "/p", "digest": "aa" * 32}
+    for tokens in (0, 2**31, 2**63, 2**70):
+        with pytest.raises(ValidationError):
+            RegisterModel(**known, context_tokens=tokens)
+    with pytest.raises(ValidationError):
+        Release(lines=[2**63])

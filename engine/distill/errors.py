@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,10 @@ def memory_told(way_out: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise DistillError(f"Memory doesn't suffice for this step: {way_out}.") from error
+    except OSError as error:  # of memory that is mapped, as a cache is
+        if error.errno == errno.ENOMEM:
+            raise DistillError(f"Memory doesn't suffice for this step: {way_out}.") from error
+        raise
     except RuntimeError as error:  # torch has no type of its own for it on a CPU
         if any(sign in str(error) for sign in _NO_MEMORY):
             raise DistillError(f"Memory doesn't suffice for this step: {way_out}.") from error

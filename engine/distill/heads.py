@@ -103,6 +103,7 @@ class HeadsRun(Run):
             rate=options.lr,
             checkpoint_steps=max(options.checkpoint_steps, 100),  # steps are short
             is_reduced=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16()),
+            smaller="--draft-vocab",
         )
         if len(rows.owners) < _LEAST_ROWS:
             raise DistillError(

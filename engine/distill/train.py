@@ -50,7 +50,8 @@ class Settings:
     """`steps` or `minutes` (of training, whichever ends first) bound a run; one of them is given.
 
     `betas`, `decay` and `clip` are AdamW's and the largest norm of a gradient; `checkpoint_steps` lie between two
-    checkpoints; `is_reduced` multiplies matrices in bf16 where the loss allows it (torch.autocast).
+    checkpoints; `is_reduced` multiplies matrices in bf16 where the loss allows it (torch.autocast); `smaller` names the
+    option that makes a step take less memory.
     """
 
     steps: int | None = None
@@ -62,6 +63,7 @@ class Settings:
     clip: float = 1.0
     checkpoint_steps: int = 25
     is_reduced: bool = False
+    smaller: str = "--pack-tokens"
 
 
 def learning_rate(step: int, steps: int, settings: Settings) -> float:
@@ -104,7 +106,7 @@ def train(
         while not _is_over(progress, settings):
             _check_running(is_stopped)
             began = time.perf_counter()
-            with memory_told("go on with --resume and a smaller --pack-tokens"):
+            with memory_told(f"go on with --resume and a smaller {settings.smaller}"):
                 _step(progress, trained, optimizer, loss, batch, settings)
             progress.seconds += time.perf_counter() - began
             progress.step += 1

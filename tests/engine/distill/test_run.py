@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.distill import checkpoint, evaluate, report
+from engine.distill import heads as heads_module
 from engine.distill import run as run_module
-from engine.distill.errors import DistillError, StoppedError
+from engine.distill.errors import DistillError, StoppedError, memory_told
 from engine.distill.heads import HeadsRun
 from engine.distill.lines import Line
 from engine.distill.options import Options, entered
@@ -146,6 +148,76 @@ def test_a_run_that_was_stopped_or_killed_makes_the_same_student(teacher: Path, 
     go(replace(asked, resume=True))
     one, other = (load_file(data.parent / name / "model.safetensors") for name in ("whole", "made"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_memory_that_does_not_suffice_is_told_in_a_sentence() -> None:
+    """As torch says it, as Python does, and as the kernel does of what is mapped; nothing else is taken for it."""
+    for asking in (
+        lambda: torch.empty(2**56, dtype=torch.uint8),
+        lambda: bytearray(2**62),
+        lambda: mmap.mmap(-1, 2**56, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    ):
+        with (
+            pytest.raises(DistillError, match=r"^Memory doesn't suffice for this step: take less\.$"),
+            memory_told("take less"),
+        ):
+            asking()
+    for other in (OSError(2, "no such file"), RuntimeError("shapes differ")):
+        with pytest.raises(type(other), match=r"no such file|shapes differ"), memory_told("take less"):
+            raise other
+
+
+def test_a_step_of_heads_that_lacks_memory_names_what_makes_it_smaller(
+    teacher: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = options(teacher, data, student="heads:2")
+    with monkeypatch.context() as patch:
+        patch.setattr(heads_module, "heads_loss", lambda *args: torch.empty(2**56, dtype=torch.uint8))
+        with pytest.raises(DistillError, match=r"go on with --resume and a smaller --draft-vocab\.$"):
+            HeadsRun(asked, lambda line: None, lambda: False).run()
+    done = HeadsRun(replace(asked, resume=True, draft_vocab=64), lambda line: None, lambda: False).run()
+    assert done["steps"] == 12
+
+
+LIMITED = """
+import resource, sys
+import engine.distill.heads
+from engine.distill.__main__ import main
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (int(sys.argv[1]) << 20),) * 2)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_runs_out_of_memory_says_what_takes_less_and_goes_on_with_that(tmp_path: Path) -> None:
+    """The kernel refuses it memory in the middle of training; heads are refused it for the teacher's own cache."""
+    wide = make_tiny_model(tmp_path / "wide", hidden=128, mlp=4096, context_tokens=1024)
+    rows = [
+        {"custom_id": str(n), "body": {"messages": [{"role": "user", "content": f"{n} word " * 80}],
+                                       "max_tokens": 12, "temperature": 0, "ignore_eos": True}}
+        for n in range(12)
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def trained(target: str, mib: int, *more: str) -> tuple[int, dict[str, Any], list[str]]:
+        argv = [str(mib), str(wide), str(tmp_path / target), "--data", str(tmp_path / "in.jsonl"), "--steps", "3"]
+        argv += ["--threads", "1", "--precision", "float32", *more]
+        ended = subprocess.run([sys.executable, "-c", LIMITED, *argv], capture_output=True, text=True, timeout=300)
+        assert "Traceback" not in ended.stderr, ended.stderr
+        told = [json.loads(line) for line in ended.stdout.splitlines()]
+        return ended.returncode, told[-1], [line["phase"] for line in told if "phase" in line]
+
+    code, last, phases = trained("student", 600, "--student", "layers:1", "--pack-tokens", "8192")
+    assert code == 1 and "answers" in phases
+    assert last == {"error": "Memory doesn't suffice for this step: go on with --resume and a smaller --pack-tokens."}
+    code, last, phases = trained("student", 600, "--student", "layers:1", "--pack-tokens", "256", "--resume")
+    assert code == 0 and last["steps"] == 3, last
+    assert "answers" not in phases, "nothing of what was said before is lost"
+    code, last, _ = trained("heads", 60, "--student", "heads:2")
+    assert code == 1 and last["error"].startswith("Memory doesn't suffice for this step: "), last
+    code, last, _ = trained("heads", 4000, "--student", "heads:2", "--resume")
+    assert code == 0 and last["steps"] == 3, last
 
 
 @pytest.mark.slow

@@ -15,7 +15,9 @@ from engine.spec.proposer import Grades, Proposer
 
 MOST_SEQUENCES = 32
 """More that run are a full batch: its steps compute as fast as they read, so a wrong draft costs what a right one
-brings, and looking for drafts costs too."""
+brings, and looking for drafts costs too. That is so on CPUs; the costs of steps are measured as they go by, this bound
+isn't. A GPU whose steps still wait for weights at more rows could gain beyond it: whether it would was never measured,
+and MOST_ROWS leaves less than a token for each there."""
 MOST_ROWS = 64
 """Rows of a step with drafts."""
 MOST_DRAFT = 15

@@ -188,6 +188,8 @@ def test_the_plain_answers_are_worth_comparing(world: World) -> None:
     assert set(ended.values()) == {FinishReason.STOP, FinishReason.LENGTH}
     assert ended["stop string"] is ended["a choice"] is ended["until its end"] is FinishReason.STOP
     assert len({c.token_ids for c in world.plain}) >= len(KINDS) - 1
+    told = {c.request_id: len(c.logprobs) - len(c.token_ids) for c in world.plain if c.logprobs is not None}
+    assert told == {"log probabilities": 0, "greedy log probabilities": 0}, "compared with those of each proposer"
 
 
 @pytest.mark.parametrize(

@@ -221,11 +221,14 @@ def test_a_process_that_runs_out_of_memory_says_what_takes_less_and_goes_on_with
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_or_interrupted_leaves_a_checkpoint(teacher: Path, data: Path) -> None:
+@pytest.mark.parametrize(("student", "killed_at", "checkpoint_steps"), [("layers:2", 5, 2), ("heads:2", 230, 100)])
+def test_a_process_that_is_killed_or_interrupted_leaves_a_checkpoint(
+    teacher: Path, data: Path, student: str, killed_at: int, checkpoint_steps: int
+) -> None:
     """kill -9 in the middle of training, then SIGINT, which loses no step."""
-    asked = options(teacher, data)
-    argv = [sys.executable, "-m", "engine.distill", str(teacher), str(asked.target), "--student", "layers:2"]
-    argv += ["--data", str(data), "--steps", "5000", "--checkpoint-steps", "2", "--threads", "1"]
+    asked = options(teacher, data, student=student)
+    argv = [sys.executable, "-m", "engine.distill", str(teacher), str(asked.target), "--student", student]
+    argv += ["--data", str(data), "--steps", "5000", "--checkpoint-steps", str(checkpoint_steps), "--threads", "1"]
     firsts, lasts = [], []
     for number in (signal.SIGKILL, signal.SIGINT):
         with subprocess.Popen([*argv, *["--resume"] * len(firsts)], stdout=subprocess.PIPE, text=True) as process:
@@ -234,12 +237,12 @@ def test_a_process_that_is_killed_or_interrupted_leaves_a_checkpoint(teacher: Pa
             for line in process.stdout:
                 if (value := json.loads(line)).get("phase") == "train":
                     steps.append(value["done"])
-                    if len(steps) == 5:
+                    if len(steps) == killed_at:
                         os.kill(process.pid, number)
         assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number]
         firsts.append(steps[0])
         lasts.append(steps[-1])
-    assert firsts[0] == 1 and firsts[1] >= 4 and firsts[1] > lasts[0] - 2
+    assert firsts[0] == 1 and firsts[1] >= killed_at - checkpoint_steps + 1 and firsts[1] > lasts[0] - checkpoint_steps
     assert value == {"stopped": "Stopped; the same command with --resume goes on."}
     kept = checkpoint.load(asked.work)
     assert kept is not None and kept[0].step == lasts[1]

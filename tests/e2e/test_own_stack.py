@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import sqlite3
 import subprocess
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,34 @@ def test_a_stack_of_two_models_runs_a_file_that_names_both(
         assert command("down").returncode == 0
     lone = command("run", str(source), "--models-by-line", "-o", str(tmp_path / "2.jsonl"), "--name", "again")
     assert lone.returncode == 1 and f"batchsvc up --model {tiny_model} --model {other}" in lone.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("another vocabulary", "has another vocabulary than"),
+        ("missing", "There is no model"),
+        ("no model", "is no model directory: config.json is missing"),
+    ],
+)
+def test_a_draft_that_cannot_be_used_is_told_before_there_is_a_batch(
+    stack_env: dict[str, str], tiny_model: str, tmp_path: Path, kind: str, says: str
+) -> None:
+    """By the real engine, which alone reads a draft."""
+    draft, directory = tmp_path / "draft", DataDir(tmp_path / "d")
+    if kind == "another vocabulary":
+        make_tiny_model(draft, layers=1, vocab_size=320)
+    elif kind == "no model":
+        draft.mkdir()
+    source = write_lines(tmp_path / "in.jsonl", [line(0, tiny_model)])
+    flags = ["--model", tiny_model, "--data-dir", str(directory.root)]
+    env = {name: value for name, value in stack_env.items() if name != "BATCHSVC_ENGINE"}
+    arguments = [*BATCHSVC, "run", str(source), "-o", str(tmp_path / "out.jsonl"), "--draft", str(draft), *flags]
+    refused = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=LIVENESS_S)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr
+    (said,) = [text for text in refused.stderr.splitlines() if text.startswith("batchsvc: ")]
+    assert says in said and str(draft) in said
+    assert not (tmp_path / "out.jsonl").exists() and not processes_of(directory)
+    with closing(sqlite3.connect(directory.root / "db.sqlite3")) as database:
+        assert database.execute("SELECT count(*) FROM batches").fetchone() == (0,)

@@ -160,7 +160,8 @@ ALERTS = (
         name="BatchsvcErrorLines",
         expr=(
             'sum by (model, model_digest) (increase(batchsvc_lines_total{outcome="error"}[30m])) '
-            "> 0.2 * sum by (model, model_digest) (increase(batchsvc_lines_total[30m]))"
+            "> 0.2 * sum by (model, model_digest) (increase(batchsvc_lines_total[30m])) "
+            "and sum by (model, model_digest) (increase(batchsvc_lines_total[30m])) > 20"  # one bad line is no news
         ),
         wait="10m",
         severity="warning",

@@ -64,7 +64,7 @@ class SqlGauges(Collector):
             labels=_MODEL_LABELS,
         )
         for demand in demands:
-            labels = [names[demand.digest], demand.digest]
+            labels = [names.get(demand.digest, ""), demand.digest]
             units.add_metric(labels, demand.units_claimable)
             backlog.add_metric(labels, demand.backlog_seconds)
             live.add_metric(labels, demand.workers)

@@ -19,7 +19,7 @@ import structlog
 
 from batchsvc import logs
 from batchsvc.clock import monotonic_s
-from engine.errors import DeviceError, RequestError
+from engine.errors import DeviceError, EngineError, RequestError
 from engine.request import Completion, Expectation, NewText, Request, StepOutput
 from workers.exits import WorkerExit
 from workers.generated import Generated, Growing
@@ -301,4 +301,6 @@ class Pump:
         if isinstance(error, DeviceError):
             self.fail(f"The engine worker stopped: {error}", WorkerExit.DEVICE)
             return
-        self.fail(f"The engine worker stopped: {type(error).__name__}: {error}".splitlines()[0])
+        # the text of an exception that isn't ours may hold what users sent; the log has its place
+        says = f"{type(error).__name__}: {error}" if isinstance(error, EngineError) else f"{type(error).__name__}."
+        self.fail(f"The engine worker stopped: {says}".splitlines()[0])

@@ -73,7 +73,9 @@ class Baton:
         if self.back is None:
             return None
         refused = {**self.refused, self.digest: (sentence, monotonic_s() + _REFUSED_S)}
-        return replace(self, digest=self.back.digest, source=self.back.source, back=None, refused=refused)
+        return replace(  # what the next load takes is counted by itself
+            self, digest=self.back.digest, source=self.back.source, back=None, began_s=monotonic_s(), refused=refused
+        )
 
 
 class NotLoadedError(UnavailableError):
@@ -157,6 +159,11 @@ class LineUp:
 
     def source_of(self, digest: str) -> str:
         return self._sources[digest]
+
+    def find(self, digest: str) -> OwnModel | None:
+        """None for one that isn't installed any more, as when its name was given to other weights."""
+        source = self._sources.get(digest)
+        return None if source is None else OwnModel(digest, source)
 
     def other_than(self, digest: str) -> OwnModel | None:
         """What else to load where this one can't be; None: there is nothing."""
@@ -275,6 +282,7 @@ class Switcher:
         seat = self._seat(is_idle=view.is_idle)
         if model_switch.next_model(seat, view.queues) is None:
             return False
+        back = self._line_up.find(self._digest)
         choice = self._db.run(
             lambda session: switch_queries.change_over(
                 session,
@@ -292,7 +300,7 @@ class Switcher:
             own=self._line_up.own,
             digest=choice.digest,
             source=self._line_up.source_of(choice.digest),
-            back=OwnModel(self._digest, self._line_up.source_of(self._digest)),
+            back=back,
             before=self._worker_id,
             began_s=monotonic_s(),
             refused=self._line_up.refused,

@@ -48,5 +48,9 @@ def rotate(session: Session, actor: Actor, key_id: str, body: RotateKey) -> dict
 
 
 def revoke(session: Session, actor: Actor, key_id: str) -> dict[str, Any]:
-    """The end of a key. Its row stays, because bills name it."""
+    """The end of a key, but not of the admin key that asks. Its row stays, because bills name it."""
+    if key_id == actor.id and key_administration.get_key(session, key_id).is_admin:
+        raise InvalidRequestError(
+            f"{key_id} makes this call: revoke it with another admin key.", code="key_in_use", param="key_id"
+        )
     return key_object(key_administration.revoke_key(session, actor, key_id))

@@ -104,7 +104,7 @@ def known_key(session: Session, key_id: str) -> KnownKey | None:
 
 def note_uses(session: Session, used_ms: Mapping[str, int]) -> None:
     """Note when keys were last used; what is noted is never put back."""
-    for key_id, at_ms in used_ms.items():
+    for key_id, at_ms in sorted(used_ms.items()):  # in one order: others note uses of the same keys
         is_older = or_(ApiKey.last_used_ms.is_(None), ApiKey.last_used_ms < at_ms)
         session.execute(update(ApiKey).where(ApiKey.id == key_id, is_older).values(last_used_ms=at_ms))
 

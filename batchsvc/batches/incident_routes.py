@@ -24,14 +24,14 @@ Quiet = Annotated[float, Query(ge=0, le=1e6, description="Seconds without a fini
 def drain_worker(caller: AdminDep, context: ContextDep, worker: str, body: Why | None = None) -> dict[str, Any]:
     """Have a worker, by name or id, claim nothing more; what it has it brings to its end."""
     reason, renew_s = (body or Why()).reason, context.settings.renew_s
-    return context.db.run(lambda session: incident_service.drain(session, caller.actor, worker, reason, renew_s))
+    return context.db.once(lambda session: incident_service.drain(session, caller.actor, worker, reason, renew_s))
 
 
 @router.post("/workers/{worker}/undrain")
 def undrain_worker(caller: AdminDep, context: ContextDep, worker: str) -> dict[str, Any]:
     """Let a worker claim again."""
     renew_s = context.settings.renew_s
-    return context.db.run(lambda session: incident_service.undrain(session, caller.actor, worker, renew_s))
+    return context.db.once(lambda session: incident_service.undrain(session, caller.actor, worker, renew_s))
 
 
 @router.get("/claims")
@@ -45,7 +45,7 @@ def show_claims(_admin: AdminDep, context: ContextDep) -> dict[str, Any]:
 def pause_claims(caller: AdminDep, context: ContextDep, body: PauseClaims | None = None) -> dict[str, Any]:
     """Have nobody claim anything new, or nothing of one model; what runs goes on."""
     asked = body or PauseClaims()
-    return context.db.run(
+    return context.db.once(
         lambda session: incident_service.pause_claims(session, caller.actor, asked.model, asked.reason)
     )
 
@@ -54,7 +54,7 @@ def pause_claims(caller: AdminDep, context: ContextDep, body: PauseClaims | None
 def resume_claims(caller: AdminDep, context: ContextDep, body: ResumeClaims | None = None) -> dict[str, Any]:
     """End a pause of claims: that of all, or of one model."""
     asked = body or ResumeClaims()
-    return context.db.run(lambda session: incident_service.resume_claims(session, caller.actor, asked.model))
+    return context.db.once(lambda session: incident_service.resume_claims(session, caller.actor, asked.model))
 
 
 @router.get("/batches/stuck")
@@ -82,7 +82,7 @@ def explain_standing(
 def pause_batch(caller: AdminDep, context: ContextDep, batch_id: str, body: Why | None = None) -> dict[str, Any]:
     """Let no more units of a batch of any project run, until an operator resumes it. Its deadline stays."""
     reason = (body or Why()).reason
-    return context.db.run(
+    return context.db.once(
         lambda session: _shown(session, context, incident_service.pause_batch(session, caller.actor, batch_id, reason))
     )
 
@@ -90,7 +90,7 @@ def pause_batch(caller: AdminDep, context: ContextDep, batch_id: str, body: Why 
 @router.post("/batches/{batch_id}/resume")
 def resume_batch(caller: AdminDep, context: ContextDep, batch_id: str) -> dict[str, Any]:
     """Let a batch of any project run on that an operator has paused, or that crashes have."""
-    return context.db.run(
+    return context.db.once(
         lambda session: _shown(session, context, incident_service.resume_batch(session, caller.actor, batch_id))
     )
 
@@ -110,7 +110,7 @@ def release_quarantine(
 ) -> dict[str, Any]:
     """Let what is in quarantine of a running batch run again: these lines, or all of it."""
     lines = (body or Release()).lines
-    return context.db.run(lambda session: incident_service.release(session, caller.actor, batch_id, lines))
+    return context.db.once(lambda session: incident_service.release(session, caller.actor, batch_id, lines))
 
 
 @router.get("/models/served_by")
@@ -124,14 +124,16 @@ def show_serving(_admin: AdminDep, context: ContextDep) -> dict[str, Any]:
 def load_model(caller: AdminDep, context: ContextDep, body: LoadModel) -> dict[str, Any]:
     """Have workers serve a registered model, in turn with those that they serve."""
     renew_s = context.settings.renew_s
-    return context.db.run(lambda session: loading_service.load(session, caller.actor, body.model, body.worker, renew_s))
+    return context.db.once(
+        lambda session: loading_service.load(session, caller.actor, body.model, body.worker, renew_s)
+    )
 
 
 @router.post("/models/unload")
 def unload_model(caller: AdminDep, context: ContextDep, body: LoadModel) -> dict[str, Any]:
     """Have workers serve a model no more, unless unfinished batches need it."""
     renew_s = context.settings.renew_s
-    return context.db.run(
+    return context.db.once(
         lambda session: loading_service.unload(session, caller.actor, body.model, body.worker, renew_s)
     )
 

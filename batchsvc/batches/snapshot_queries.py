@@ -13,9 +13,21 @@ from sqlalchemy import ColumnElement, Select, delete, exists, func, or_, select,
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts.tables import Project
+from batchsvc.batches import hold_queries
 from batchsvc.batches.lifecycle import TERMINAL
 from batchsvc.batches.quote_queries import QUEUED
-from batchsvc.batches.tables import Batch, CollectionLock, Export, Part, PrefillEngine, Quote, Unit, Window, Worker
+from batchsvc.batches.tables import (
+    Batch,
+    ClaimHold,
+    CollectionLock,
+    Export,
+    Part,
+    PrefillEngine,
+    Quote,
+    Unit,
+    Window,
+    Worker,
+)
 from batchsvc.billing.tables import CallHold
 from batchsvc.files.tables import File, UploadPart
 
@@ -60,8 +72,10 @@ def settle(session: Session, *, etags: Mapping[str, str], gone: Sequence[str], l
     session.execute(update(Batch).where(unended).values(plan_lease_ms=0, fin_lease_ms=0))
     session.execute(update(Quote).where(Quote.status == QUEUED).values(plan_lease_ms=0))
     session.execute(update(Export).values(lease_ms=0))
+    drained = [hold_queries.WORKER + worker for worker in session.scalars(select(Worker.id))]  # those of names stay
     for passed in (Worker, PrefillEngine, CallHold):
         session.execute(delete(passed))
+    session.execute(delete(ClaimHold).where(ClaimHold.target.in_(drained)))
     session.execute(delete(CollectionLock).where(CollectionLock.holder != ""))
     for key, etag in etags.items():
         session.execute(update(File).where(File.s3_key == key, File.etag != "").values(etag=etag))

@@ -134,7 +134,8 @@ def change_over(
     session: Session, worker_id: str, seat: Seat, digests: Sequence[str], *, is_night: bool, since_ms: int
 ) -> Choice | None:
     """Decide once more, while nobody else does for these models, and note it. None: not now."""
-    locked = select(Model.digest).where(Model.digest.in_(digests)).order_by(Model.id).with_for_update()
+    known = {*digests, *([seat.digest] if seat.digest else [])}
+    locked = select(Model.digest).where(Model.digest.in_(known)).order_by(Model.id).with_for_update()
     session.execute(locked).all()
     view = look(session, worker_id, seat.digest or "", digests, is_night=is_night, since_ms=since_ms)
     choice = next_model(seat, view.queues)

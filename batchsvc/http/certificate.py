@@ -13,7 +13,8 @@ def uvicorn_options(settings: Settings) -> dict[str, Any]:
     if settings.tls_cert is None:
         return {}
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.tls_cert, settings.tls_key)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")  # else OpenSSL asks on the terminal
     except ssl.SSLError as error:
         raise SettingsError(
             f"BATCHSVC_TLS_CERT and BATCHSVC_TLS_KEY can't be used: {settings.tls_cert} and {settings.tls_key} aren't "

@@ -96,6 +96,9 @@ def test_only_the_admin_key_manages(api: Api) -> None:
     assert revoked["revoked_at"] is not None
     envelope(api.call("GET", "/v1/files", made["key"]), 401)
     envelope(api.call("DELETE", "/v1/admin/keys/nope", api.admin_key), 404)
+    own = next(key["id"] for key in listed.json()["data"] if api.admin_key.split("_")[1] in key["id"])
+    assert envelope(api.call("DELETE", f"/v1/admin/keys/{own}", api.admin_key), 400)["code"] == "key_in_use"
+    assert api.call("GET", "/v1/admin/keys", api.admin_key).status_code == 200
 
 
 def test_aliases_over_http(api: Api) -> None:

@@ -212,7 +212,7 @@ def test_an_engine_that_fails_ends_the_worker_with_one_sentence(sqlite_world: Wo
 
     with worker(world, Fails(None, max_running=2)) as run:
         until(lambda: run.failure is not None, "the failure")
-        assert run.failure == "The engine worker stopped: RuntimeError: out of memory"
+        assert run.failure == "The engine worker stopped: RuntimeError.", "its text may hold what users sent"
         run.drain()
     assert {unit.crash_count for unit in world.units(batch_id)} <= {0, 1}
     assert sum(unit.crash_count for unit in world.units(batch_id)) >= 1

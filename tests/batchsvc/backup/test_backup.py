@@ -16,8 +16,8 @@ from batchsvc.audit.tables import AuditRow
 from batchsvc.backup import making
 from batchsvc.backup.making import make_backup
 from batchsvc.backup.vault import Vault
-from batchsvc.batches import garbage_queries, snapshot_queries, unit_queries
-from batchsvc.batches.tables import Batch, Unit, Worker
+from batchsvc.batches import garbage_queries, hold_queries, snapshot_queries, unit_queries
+from batchsvc.batches.tables import Batch, ClaimHold, Unit, Worker
 from batchsvc.billing import service as billing
 from batchsvc.billing.tables import LedgerTransaction
 from batchsvc.cli.exits import CommandError
@@ -297,3 +297,19 @@ def test_older_backups_are_kept_while_objects_are_missing(
     assert f"the first: {key}" in told
     assert "Older backups were kept" in told
     assert len(Vault.for_reading(tmp_path / "b").finished()) == 2
+
+
+@on_sqlite
+def test_drains_of_processes_end_with_them_in_a_restore(
+    world: World, here: Env, there: Env, command: Command, tmp_path: Path
+) -> None:
+    """Ids don't come back, names do."""
+    work(world)
+    with world.db.transaction() as session:
+        for of in ("host:1:w", "a-name"):
+            hold_queries.hold(session, hold_queries.WORKER + of, "maintenance")
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    made(command(there, "restore", tmp_path / "b", "--from-env", "--json"))
+    for other in opened(there):
+        with other.db.reading() as session:
+            assert session.scalars(select(ClaimHold.target)).all() == [hold_queries.WORKER + "a-name"]

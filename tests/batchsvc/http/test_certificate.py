@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from batchsvc.http import certificate
 from batchsvc.settings import Settings, SettingsError
@@ -25,7 +26,7 @@ def test_without_a_certificate_the_api_speaks_http() -> None:
     assert certificate.uvicorn_options(Settings.from_env(BASE)) == {}
 
 
-@pytest.mark.parametrize("which", ["missing", "no pem", "swapped", "alone"])
+@pytest.mark.parametrize("which", ["missing", "no pem", "swapped", "encrypted", "alone"])
 def test_a_certificate_that_cannot_serve_is_told_by_the_settings_names(which: str, tmp_path: Path) -> None:
     cert, key = written(tmp_path)
     env = {**BASE, "BATCHSVC_TLS_CERT": str(cert), "BATCHSVC_TLS_KEY": str(key)}
@@ -36,6 +37,10 @@ def test_a_certificate_that_cannot_serve_is_told_by_the_settings_names(which: st
             cert.write_text("nothing")
         case "swapped":
             env |= {"BATCHSVC_TLS_CERT": str(key), "BATCHSVC_TLS_KEY": str(cert)}
+        case "encrypted":
+            plain = serialization.load_pem_private_key(key.read_bytes(), None)
+            locked = serialization.BestAvailableEncryption(b"secret")
+            key.write_bytes(plain.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked))
         case _:
             del env["BATCHSVC_TLS_KEY"]
     with pytest.raises(SettingsError, match="BATCHSVC_TLS_CERT"):

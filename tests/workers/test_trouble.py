@@ -173,8 +173,15 @@ def test_a_unit_that_was_fenced_is_given_back_when_the_database_answers_again(sq
     with worker(world, FakeEngine(None, tokens_per_s=200), lease_s=600, renew_s=0.2, flush_s=60) as run:
         until(lambda: run._units.num_live() == 1, "a claim")
         run._units.is_draining = True
-        with run._leases._lock:
-            run._leases._proof_s = dict.fromkeys(run._leases._proof_s, -1e9)
+
+        def is_fenced() -> bool:
+            """Old proofs; once more if a renewal that was on its way made them new again."""
+            with run._leases._lock:
+                run._leases._proof_s = dict.fromkeys(run._leases._proof_s, -1e9)
+            run._leases.fence()
+            return run._leases.lost()["fenced"] > 0
+
+        until(is_fenced, "it is fenced")
         until(lambda: world.units(batch_id)[0].state == "ready", "it is given back long before its lease is over")
         assert world.units(batch_id)[0].crash_count == 0
         assert run._units.num_live() == 0

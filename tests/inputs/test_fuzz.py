@@ -252,7 +252,7 @@ def test_good_lines_come_out_and_bad_ones_have_a_reason(tiny_model: Path, count:
 @pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])
 def test_good_rows_come_out_and_bad_ones_have_a_reason(tiny_model: Path, count: int) -> None:
     text = text_of(tiny_model)
-    tried(lambda table: law_of_rows(*table, text), count, table=tables())
+    tried(lambda table: law_of_rows(table[0], table[1], text), count, table=tables())
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(1_000, marks=[pytest.mark.slow, pytest.mark.timeout(3_600)])])

@@ -11,6 +11,7 @@ from sqlalchemy import select
 from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.audit.tables import AuditRow
 from batchsvc.billing import administration
+from batchsvc.billing.invoice_api import Action
 from batchsvc.billing.invoice_schemas import Change, DraftInvoice
 from batchsvc.billing.month import Month
 from tests.batchsvc.billing.books import Books
@@ -33,7 +34,7 @@ def test_steps_of_an_invoice_are_told_of_once(books: Books) -> None:
         body = DraftInvoice(project=books.project, month="2024-01")
         return books.db.run(lambda session: administration.draft(session, OPERATOR, books.settings, body))
 
-    def act(name: str, action: administration.Action, **body: str) -> dict[str, Any]:
+    def act(name: str, action: Action, **body: str) -> dict[str, Any]:
         return books.db.run(
             lambda session: administration.act(session, OPERATOR, books.settings, name, action, Change(**body))
         )

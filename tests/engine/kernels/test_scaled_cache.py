@@ -43,7 +43,9 @@ def test_zeros_poison_and_what_is_no_number(kind: str) -> None:
     assert found.isnan().any(-1).equal(is_lost)
 
 
-@pytest.mark.parametrize("other", [ScaledLayout, lambda *sizes: HeadLayout(*sizes, True)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "other", [ScaledLayout, lambda tokens, heads, dim: HeadLayout(tokens, heads, dim, True)], ids=["cpu", "gpu"]
+)
 def test_blocks_travel_to_the_layouts_of_other_tiers(other: type[ScaledLayout]) -> None:
     model = POOL_MODEL
     sizes = (4, model.num_kv_heads, 8)

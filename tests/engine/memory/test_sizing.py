@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_sequence_takes_whole_blocks(shape: ModelShape, kv: object, context: i
         ("int8", ScaledLayout),
     ],
 )
-def test_the_pool_takes_what_is_counted(kv: str, layout: type[Layout]) -> None:
+def test_the_pool_takes_what_is_counted(kv: str, layout: Callable[[int, int, int], Layout]) -> None:
     shape = replace(TEXTBOOK, num_layers=3, num_kv_heads=2, head_dim=64)
     pool = KVPool(shape, kv_format=kv, block_tokens=16, num_blocks=5, layout=layout(16, 2, 64))
     held = sum(cache.numel() * cache.itemsize for index in range(3) for cache in pool.layer(index))

@@ -303,7 +303,12 @@ def test_a_link_carries_what_is_said(listener: wires.Listener) -> None:
         here.send(Credit(blocks=number))
     there.send(Cancel(id="x"))
     heard: list[object] = []
-    until(lambda: bool(heard.extend(there.take()) or len(heard) == 3))
+
+    def have_come() -> bool:
+        heard.extend(there.take())
+        return len(heard) == 3
+
+    until(have_come)
     assert heard == [Credit(blocks=number) for number in range(3)]
     until(lambda: here.take() == [Cancel(id="x")])
     assert wake.is_set()

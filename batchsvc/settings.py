@@ -162,7 +162,9 @@ class Settings(BaseSettings):
     interactive_max: int = Field(
         default=128, ge=1, description="most interactive calls at once, of an API process and of an engine worker"
     )
-    interactive_timeout_s: float = Field(default=600, gt=0, description="longest time of an interactive call")
+    interactive_timeout_s: float = Field(
+        default=600, gt=0, description="longest time until the answer of an interactive call is whole"
+    )
     interactive_stall_s: float = Field(
         default=30, gt=0, description="how long the client of an interactive call may read or send nothing"
     )

@@ -44,9 +44,17 @@ class Line:
         return self._is_over
 
     @property
+    def whole(self) -> Ended | None:
+        """The answer, if all of it is here and hasn't been read."""
+        last = self._waiting[-1] if self._waiting else None
+        return last if isinstance(last, Ended) else None
+
+    @property
     def is_overfull(self) -> bool:
-        """Whether more waits than may, though somebody reads. One message alone is never too much."""
-        return self._has_reader and self._waiting_bytes > self._most_bytes and len(self._waiting) > 1
+        """Whether more waits than may, though somebody reads. One message alone is never too much, and neither is what
+        waits when there is nothing more to come."""
+        is_much = self._waiting_bytes > self._most_bytes and len(self._waiting) > 1
+        return is_much and self._has_reader and not self._is_over
 
     def push(self, news: Taken | Grown | Ended | Failed, now_s: float) -> None:
         """Something was said of this call."""

@@ -1,7 +1,7 @@
 """What surrounds a call: its model and prices, what it may cost, and what it did cost.
 
-A call is priced when it begins and charged when its whole answer is there, before the caller is told so. One that ends
-before that costs nothing.
+A call is priced when it begins and charged when its whole answer has come from its worker, before its client gets the
+end of it, and whether or not the client is still there. One that ends before that costs nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _prepared(digest: str, priced: PricedCall, asked: Asked, body: Body, salt: s
 
 
 def let_go(db: Database, call: PreparedCall) -> None:
-    """A call ended without an answer, or was charged already."""
+    """A call ended without a whole answer, or was charged already: it holds nothing more."""
     if call.is_held:
         db.run(lambda session: call_service.drop_hold(session, call.priced.id))
 

@@ -1,7 +1,8 @@
 """The calls of one API process: connects each with an engine worker through Redis, and hears what comes of them.
 
 1. `connect` asks whether a worker of the model is there, puts the call where the workers read, and waits until one has
-   taken it. It fails within two seconds of the moment that Redis doesn't answer, or that no worker is there.
+   taken it. It fails within two seconds of the moment that Redis doesn't answer, or that no worker is there: what it
+   asks of Redis before it waits shares one deadline, and each look while it waits has one of its own.
 2. One task reads all news and gives each to its call's line; what was read is trimmed.
 3. Another renews what tells the workers that this process lives, and fails the lines of which nothing was heard for
    too long: workers say often which calls they have.
@@ -32,7 +33,7 @@ from batchsvc.interactive.wire import Alive, NewCall, News, Taken
 
 T = TypeVar("T")
 
-_REACH_S = 1.0  # the longest that Redis may take to answer
+_REACH_S = 1.5  # the longest that a call waits for Redis: from its start, or from the last look that Redis answered
 _LOOK_S = 0.25  # how often a call that nobody took looks for workers
 _TAKE_S = 10.0  # how long live workers may leave a call
 _READ_MS = 500
@@ -84,11 +85,12 @@ class Switchboard:
         no room for long; then nobody has it."""
         line = self._lines[call.id] = Line(call.id, most_bytes=self._most_bytes, now_s=_now_s())
         entry: bytes | None = None
+        until_s = _now_s() + _REACH_S
         try:
             self._start_tasks()
-            await self._reach(lambda: self._announce(digest))
-            entry = await self._reach(lambda: self._add(wire.calls_of(digest), wire.encode_call(call), _MOST_CALLS))
-            await self._wait_until_taken(line, digest, entry)
+            await self._reach(self._announce(digest), until_s)
+            entry = await self._reach(self._add(wire.calls_of(digest), wire.encode_call(call), _MOST_CALLS), until_s)
+            await self._wait_until_taken(line, digest, entry, until_s)
         except BaseException:
             self._drop(line)
             if line.worker is not None and not line.is_over:
@@ -142,7 +144,8 @@ class Switchboard:
             pipe.expire(stream, _CALLS_TTL_S)
             return bytes((await pipe.execute())[0])
 
-    async def _wait_until_taken(self, line: Line, digest: str, entry: bytes) -> None:
+    async def _wait_until_taken(self, line: Line, digest: str, entry: bytes, until_s: float) -> None:
+        """`until_s` is how long Redis has for the first look, by the loop's clock."""
         end_s = _now_s() + _TAKE_S
         missed_s: float | None = None  # when the call was seen to be out of the stream, and nobody had said so
         while line.worker is None:
@@ -150,8 +153,9 @@ class Switchboard:
                 async with asyncio.timeout(_LOOK_S):
                     await line.changed()
                 continue
-            is_ready, is_waiting = await self._reach(lambda: self._look_for(digest, entry))
+            is_ready, is_waiting = await self._reach(self._look_for(digest, entry), until_s)
             now_s = _now_s()
+            until_s = now_s + _REACH_S
             if not is_ready:
                 raise _nobody_there()
             if is_waiting and now_s > end_s:
@@ -170,11 +174,11 @@ class Switchboard:
             is_ready, found = await pipe.execute()
         return bool(is_ready), bool(found)
 
-    async def _reach(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What Redis answers. Raises UnavailableError soon if it doesn't."""
+    async def _reach(self, ask: Awaitable[T], until_s: float) -> T:
+        """What Redis answers. Raises UnavailableError if it doesn't until then, by the loop's clock."""
         try:
-            async with asyncio.timeout(_REACH_S):
-                return await ask()
+            async with asyncio.timeout_at(until_s):
+                return await ask
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("calls.unreachable", error=type(error).__name__)
             says = "Interactive calls can't be passed on now, because Redis doesn't answer: try again soon."

@@ -43,6 +43,7 @@ class Call:
     key: str
     body: dict[str, Any]
     status: int = 0
+    retry_after: str | None = None
     text: str = ""
     error: str | None = None
     is_broken: bool = False  # the connection was cut
@@ -52,6 +53,11 @@ class Call:
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+
+    @property
+    def refusal(self) -> tuple[int, str | None, str | None]:
+        """Status, when to try again, and code."""
+        return self.status, self.retry_after, self.error
 
     @property
     def is_whole(self) -> bool:
@@ -68,7 +74,7 @@ class Call:
             with httpx.stream(
                 "POST", f"{self.url}/v1/chat/completions", json=self.body, headers=headers, timeout=120, trust_env=False
             ) as answer:
-                self.status = answer.status_code
+                self.status, self.retry_after = answer.status_code, answer.headers.get("retry-after")
                 if self.status != 200 or is_done:
                     self._read(orjson.loads(answer.read()))
                 else:
@@ -163,11 +169,11 @@ def test_row_78_the_worker_is_killed_in_the_middle_of_calls(cluster: Cluster) ->
     for call in (streamed, whole):
         call.wait()
         assert call.error == "worker_lost"
-    assert (streamed.status, whole.status) == (200, 503)
+    assert streamed.status == 200 and whole.refusal == (503, "5", "worker_lost")
     assert num_billed(cluster) == billed, "what was lost costs nothing"
     refused = start_call(cluster, tokens=1)
     refused.wait()
-    assert (refused.status, refused.error) == (503, "no_worker")
+    assert refused.refusal == (503, "5", "no_worker")
     cluster.start("engine")
     cluster.until(lambda: takes_calls(cluster), "another worker takes calls")
 
@@ -200,7 +206,7 @@ def test_row_80_redis_is_killed_in_the_middle_of_calls(lonely: Cluster, valkey: 
     assert call.error == "worker_lost"
     refused = start_call(lonely, tokens=1)
     refused.wait()
-    assert (refused.status, refused.error) == (503, "queue_unavailable")
+    assert refused.refusal == (503, "5", "queue_unavailable")
     lonely.wait(job, "completed")  # batches need no Redis
     assert num_billed(lonely) == billed
     valkey.start()
@@ -251,8 +257,10 @@ def test_row_83_messages_that_nobody_sent_harm_nobody(cluster: Cluster) -> None:
     assert worker.is_alive and len(cluster.alive("api")) == 1
 
 
-async def _knock(cluster: Cluster, count: int, measure: Callable[[], int]) -> tuple[list[int], int]:
-    """The statuses of so many calls, on a connection each, all open before any is sent; and the most measured."""
+async def _knock(
+    cluster: Cluster, count: int, measure: Callable[[], int]
+) -> tuple[Counter[tuple[int, str | None, str | None]], int]:
+    """How so many calls are refused, on a connection each, all open before any is sent; and the most measured."""
     port = int(cluster.url.rpartition(":")[2])
     data = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4})
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {cluster.key}\r\n"
@@ -260,12 +268,16 @@ async def _knock(cluster: Cluster, count: int, measure: Callable[[], int]) -> tu
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
     for _, writer in opened:
         writer.write(sent)
-    statuses, most = [], measure()
+    found: Counter[tuple[int, str | None, str | None]] = Counter()
+    most = measure()
     for number, (reader, writer) in enumerate(opened):
-        statuses.append(int((await reader.readline()).split()[1]))
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines if line)
+        said = orjson.loads(await reader.readexactly(int(headers["content-length"])))
+        found[int(first.split()[1]), headers.get("retry-after"), said.get("error", {}).get("code")] += 1
         most = max(most, measure()) if number % 20 == 0 else most
         writer.close()
-    return statuses, most
+    return found, most
 
 
 def test_row_84_a_thousand_connections_at_once(cluster: Cluster) -> None:
@@ -277,12 +289,14 @@ def test_row_84_a_thousand_connections_at_once(cluster: Cluster) -> None:
     cluster.until(lambda: all(call.num_events for call in inside), "all slots are in use")
     process = psutil.Process(api.pid)
     before = process.memory_info().rss
-    statuses, most = asyncio.run(_knock(cluster, 1_000, lambda: process.memory_info().rss))
-    assert Counter(statuses) == {429: 1_000}
+    refused, most = asyncio.run(_knock(cluster, 1_000, lambda: process.memory_info().rss))
+    assert refused == {(429, "1", "too_many_calls"): 1_000}
     assert most - before < 64 * 2**20, f"{(most - before) / 2**20:.0f} MiB more"
     worker.kill()
     for call in inside:
         call.wait()
         assert call.error == "worker_lost", "none of them had ended before"
+    refused, _ = asyncio.run(_knock(cluster, 8, lambda: 0))
+    assert refused == {(503, "5", "no_worker"): 8}, "with all workers gone each is told to come back"
     cluster.start("engine")
     cluster.until(lambda: takes_calls(cluster), "the slots are free again")

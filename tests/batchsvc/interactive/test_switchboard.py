@@ -146,6 +146,59 @@ def test_workers_without_room_are_busy_and_not_away(
     assert not worker.xlen(wire.calls_of(DIGEST)), "nobody shall take it now"
 
 
+def test_a_redis_that_answers_each_time_but_slowly_is_waited_for_once(
+    calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call asks of it before it waits has one deadline, not one for each question."""
+    monkeypatch.setattr(switchboard, "_REACH_S", 0.5)
+    announce, add = Switchboard._announce, Switchboard._add
+
+    async def announce_slowly(board: Switchboard, digest: str) -> None:
+        await announce(board, digest)
+        await asyncio.sleep(0.35)
+
+    async def add_slowly(board: Switchboard, *given: Any) -> bytes:
+        await asyncio.sleep(0.35)
+        return await add(board, *given)
+
+    monkeypatch.setattr(Switchboard, "_announce", announce_slowly)
+    monkeypatch.setattr(Switchboard, "_add", add_slowly)
+
+    async def test(board: Switchboard) -> None:
+        with pytest.raises(UnavailableError) as late:
+            await connected(worker, board, Taken("c", "w"))
+        assert late.value.code == "queue_unavailable"
+
+    run(calls_redis, test)
+    assert not worker.xlen(wire.calls_of(DIGEST)), "it was given up before it was passed on"
+
+
+def test_looks_have_a_deadline_each_while_workers_are_busy(
+    calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switchboard, "_REACH_S", 0.6)
+    monkeypatch.setattr(switchboard, "_LOOK_S", 0.05)
+    look, looks = Switchboard._look_for, 0
+
+    async def look_slowly(board: Switchboard, *given: Any) -> tuple[bool, bool]:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0.15)
+        return await look(board, *given)
+
+    monkeypatch.setattr(Switchboard, "_look_for", look_slowly)
+
+    async def test(board: Switchboard) -> None:
+        connecting = asyncio.create_task(board.connect(DIGEST, call(board)))
+        while looks < 8:  # longer than one deadline
+            await asyncio.sleep(0.01)
+            assert not connecting.done() or connecting.result()
+        say(worker, board, Taken("c", "w"))
+        assert (await connecting).worker == "w"
+
+    run(calls_redis, test)
+
+
 def test_a_stream_made_anew_is_read_from_its_start(calls_redis: str, worker: redis.Redis) -> None:
     """Its ids are times: with a clock that was put back they are lower than what was read last."""
 

@@ -26,7 +26,11 @@ from tests.faults.proxy import FaultProxy
 
 def refused_for_now(place: Place, code: str) -> bool:
     """Whether a call ends with this 503."""
-    answer = place.post()
+    return is_for_now(place.post(), code)
+
+
+def is_for_now(answer: httpx.Response, code: str) -> bool:
+    """Whether this is a 503 that says when to try again."""
     return (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["code"]) == (503, "5", code)
 
 
@@ -105,7 +109,7 @@ def test_a_worker_that_stops_says_so(place: Place) -> None:
         caller.start()
         until(lambda: engine.requests, "the call is in the engine")
     caller.join(20)
-    assert said[0].status_code == 503 and said[0].json()["error"]["code"] == "worker_lost"
+    assert is_for_now(said[0], "worker_lost")
     assert place.num_used() == billed
 
 
@@ -164,6 +168,18 @@ def test_who_is_told_of_a_timeout_is_not_charged(
         billed = place.num_used()
         monkeypatch.setattr(service, "charge", slow_charge)
         assert place.post().status_code == 200 and place.num_used() == billed + 1
+
+
+def test_an_answer_that_takes_too_long_is_refused_for_now(sqlite_url: str, calls_redis: str, tiny: Path) -> None:
+    with opened(call_settings(sqlite_url, calls_redis, interactive_timeout_s=0.4), tiny) as place:
+        engine = Held(place.text)
+        with place.worker(engine):
+            until(lambda: _is_there(place), "the worker is there")
+            for stream in (False, True):  # of which nothing was sent yet
+                assert is_for_now(place.post(stream=stream), "call_timeout")
+            until(lambda: len(engine.aborted) == 2, "both are aborted")
+            engine.goes.set()
+        assert place.usage() == []
 
 
 def test_what_a_call_holds_is_held_as_long_as_it_runs_and_refuses_others_for_now_only(

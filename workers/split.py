@@ -79,11 +79,12 @@ class PrefillDirectory:
 
 def decode_side(engine: Engine, db: Database, digest: str) -> DecodeSide:
     """The engine of a decode worker."""
-    from engine.split.decode import DecodeSide
+    from engine.split.decode import DecodeSide, most_bytes
     from engine.split.peers import Peers
 
     wake = threading.Event()
-    return DecodeSide(engine, Peers(PrefillDirectory(db, digest).addresses, wake), wake)
+    found = PrefillDirectory(db, digest)
+    return DecodeSide(engine, Peers(found.addresses, wake, most_bytes=most_bytes(engine)), wake)
 
 
 class Side(Protocol):

@@ -28,7 +28,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.load.fetch import locate
 from engine.request import Completion, Request
-from engine.split.decode import PATIENCE_S, DecodeSide
+from engine.split.decode import PATIENCE_S, DecodeSide, most_bytes
 from engine.split.link import SILENCE_S
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
@@ -68,7 +68,7 @@ def _decode(options: argparse.Namespace) -> None:
     side: Engine | DecodeSide = engine
     if options.peer:
         wake = threading.Event()
-        peers = Peers(lambda: options.peer, wake, silence_s=options.silence)
+        peers = Peers(lambda: options.peer, wake, most_bytes=most_bytes(engine), silence_s=options.silence)
         side = DecodeSide(engine, peers, wake, patience_s=options.patience)
     for completion in _run(side, missing):
         answers.add(completion)

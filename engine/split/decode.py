@@ -29,7 +29,19 @@ from engine.intake import EngineStats
 from engine.request import Completion, Expectation, FinishReason, Lane, Request, StepOutput, Usage
 from engine.split.credits import Grants
 from engine.split.link import Link
-from engine.split.messages import Blocks, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check
+from engine.split.messages import (
+    SAID_TWICE,
+    Blocks,
+    Cancel,
+    Credit,
+    Hello,
+    Message,
+    Offer,
+    Prompt,
+    Want,
+    check,
+    most_piece_bytes,
+)
 from engine.split.peers import Peers
 
 ROLE = "decode"
@@ -62,6 +74,7 @@ class _Peer:
 
     link: Link
     window_tokens: int = 0
+    most_tokens: int = 0
     is_known: bool = False
     asked: dict[str, _Pending] = field(default_factory=dict)
     coming: set[bytes] = field(default_factory=set)
@@ -81,6 +94,11 @@ class DecodeStats:
     own_prompts: int = 0
     lost_peers: int = 0
     most_open_blocks: int = 0
+
+
+def most_bytes(engine: Engine) -> int:
+    """Of a frame from a prefill engine: what the links of a decode side let in."""
+    return most_piece_bytes(engine.passing().block_bytes)
 
 
 class DecodeSide:
@@ -254,8 +272,13 @@ class DecodeSide:
 
     def _read(self, peer: _Peer, message: Message) -> None:
         if isinstance(message, Hello):
+            if peer.is_known:
+                raise PeerError(SAID_TWICE)
             check(message, ROLE, self._passing.origin)
-            peer.window_tokens, peer.is_known = message.window_tokens, True
+            peer.window_tokens, peer.most_tokens = message.window_tokens, message.most_tokens
+            peer.is_known = True
+        elif not peer.is_known:
+            raise PeerError("The other side spoke before it said what it is.")
         elif isinstance(message, Offer):
             self._want(peer, message)
         elif isinstance(message, Blocks):
@@ -314,10 +337,9 @@ class DecodeSide:
                 self.split.own_prompts += 1
                 self._start(None, pending)
                 continue
-            peer = min(
-                (peer for peer in self._peers if peer.is_known), key=lambda peer: peer.asked_tokens, default=None
-            )
             size = len(pending.prefix.token_ids)
+            fitting = [peer for peer in self._peers if peer.is_known and size <= peer.most_tokens]
+            peer = min(fitting, key=lambda peer: peer.asked_tokens, default=None)
             if peer is None or (peer.asked_tokens and peer.asked_tokens + size > peer.window_tokens):
                 return
             heapq.heappop(self._queue)
@@ -340,6 +362,9 @@ class DecodeSide:
     def _computes_itself(self, pending: _Pending) -> bool:
         """Whether no prefill engine is to be waited for with this prompt."""
         if pending.losses >= _MOST_LOSSES:
+            return True
+        size = len(pending.prefix.token_ids)
+        if self.is_ready() and all(size > peer.most_tokens for peer in self._peers if peer.is_known):
             return True
         patience_s = 0.0 if pending.request.lane == Lane.INTERACTIVE else self._patience_s
         return not self.is_ready() and monotonic() - self._alone_since_s >= patience_s

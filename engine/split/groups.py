@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, Store, TCPStore
 
 from engine.errors import PeerError
-from engine.split.shared import MOST_BYTES
+from engine.split.shared import check_size
 
 _PREFILL, _DECODE = 0, 1  # ranks
 _COUNT = "arrived"
@@ -48,10 +48,9 @@ class GroupWire:
         if frame:
             self._send(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
 
-    def receive(self) -> bytes:
+    def receive(self, most_bytes: int) -> bytes:
         size = int(self._receive(torch.empty(1, dtype=torch.int64)))
-        if not 0 <= size <= MOST_BYTES:
-            raise PeerError("The other side sent something that isn't a frame.")
+        check_size(size, most_bytes)
         return self._receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes() if size else b""
 
     def close(self) -> None:

@@ -4,6 +4,9 @@ One thread writes, one reads. Where nothing else is to be said a beat is, so tha
 `silence_s` counts as lost, whether it died, hangs, or its host is gone. The beat comes from a thread of the link, so a
 side whose engine may hang passes `may_beat`. A lost link has an `ending` and stays lost; whatever goes wrong with what
 the peer sends, too, ends the link and nothing else.
+
+What a peer can make us hold is bounded: no frame is read that is longer than its kind of side may send, nor a long one
+before it said what it is; and as long as much is here that wasn't taken, nothing more is read.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import PeerError
-from engine.split.messages import Bye, Message, decode, encode
+from engine.split.messages import HEAD_BYTES, Bye, Hello, Message, decode, encode
 
 SILENCE_S = 20.0
+_UNTAKEN_FRAMES = 8  # of the longest that may come: as much may lie here before the peer has to wait
 _BEATS = 4  # in the time after which a silent peer counts as lost
 _BEAT = b""
+_MOST_SENTENCE_CHARS = 1000
 
 
 class Wire(Protocol):
@@ -28,12 +33,15 @@ class Wire(Protocol):
     silent for too long; `send` and `receive` are called by one thread each."""
 
     def send(self, frame: bytes) -> None: ...
-    def receive(self) -> bytes: ...
+    def receive(self, most_bytes: int) -> bytes:
+        """Raises PeerError for a longer frame before room is made for it."""
+
     def close(self) -> None: ...
 
 
 class Link:
-    """`wake` is set when there is something to take. `name` says in sentences who the peer is."""
+    """`wake` is set when there is something to take. `name` says in sentences who the peer is. Once it said what it is,
+    its frames may have `most_bytes`."""
 
     def __init__(
         self,
@@ -41,6 +49,7 @@ class Link:
         name: str,
         wake: threading.Event,
         *,
+        most_bytes: int,
         silence_s: float = SILENCE_S,
         may_beat: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -51,7 +60,10 @@ class Link:
         self._beat_s = silence_s / _BEATS
         self._may_beat = may_beat
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._inbox: deque[Message] = deque()
+        self._most_bytes = most_bytes
+        self._inbox: deque[tuple[Message, int]] = deque()  # with the bytes of its frame
+        self._untaken_bytes = 0
+        self._has_room = threading.Condition()
         for work in (self._write, self._read):
             threading.Thread(target=work, name=f"link to {name}", daemon=True).start()
 
@@ -63,8 +75,12 @@ class Link:
     def take(self) -> list[Message]:
         """What came since the last call; the last of it may have come before the link was lost."""
         taken = []
-        while self._inbox:
-            taken.append(self._inbox.popleft())
+        with self._has_room:
+            while self._inbox:
+                message, size = self._inbox.popleft()
+                self._untaken_bytes -= size
+                taken.append(message)
+            self._has_room.notify()
         return taken
 
     @property
@@ -74,7 +90,7 @@ class Link:
 
     def close(self, sentence: str = "") -> None:
         """Says goodbye and ends the link."""
-        self.send(Bye(sentence=sentence))
+        self.send(Bye(sentence=sentence[:_MOST_SENTENCE_CHARS]))
         self._outbox.put(None)
         self._end(sentence or "It was closed.")
 
@@ -94,9 +110,10 @@ class Link:
             self._end(_sentence(error))
 
     def _read(self) -> None:
+        most_bytes = HEAD_BYTES
         try:
             while True:
-                frame = self._wire.receive()
+                frame = self._wire.receive(most_bytes)
                 if frame == _BEAT:
                     continue
                 message = decode(frame)
@@ -105,8 +122,9 @@ class Link:
                     return
                 if self.ending is not None:
                     continue  # until the peer has read our goodbye
-                self._inbox.append(message)
-                self._wake.set()
+                if isinstance(message, Hello):
+                    most_bytes = self._most_bytes
+                self._put(message, len(frame))
         except Exception as error:
             self._end(_sentence(error))
         finally:
@@ -114,10 +132,21 @@ class Link:
             with contextlib.suppress(Exception):
                 self._wire.close()
 
-    def _end(self, sentence: str) -> None:
-        if self.ending is None:
-            self.ending = sentence
+    def _put(self, message: Message, size: int) -> None:
+        """Into the inbox; then waits until there is room for more."""
+        with self._has_room:
+            self._inbox.append((message, size))
+            self._untaken_bytes += size
             self._wake.set()
+            most_bytes = _UNTAKEN_FRAMES * self._most_bytes
+            self._has_room.wait_for(lambda: self._untaken_bytes <= most_bytes or self.ending is not None)
+
+    def _end(self, sentence: str) -> None:
+        with self._has_room:
+            if self.ending is None:
+                self.ending = sentence
+                self._wake.set()
+                self._has_room.notify()
 
 
 def _sentence(error: Exception) -> str:

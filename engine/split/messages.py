@@ -15,20 +15,29 @@ from typing import Any
 from engine.cache.passing import Origin
 from engine.errors import PeerError
 
-VERSION = 1
+VERSION = 2
 KEY_BYTES = 16
+HEAD_BYTES = 1 << 16
+"""Most that a frame has beside its tail, and all of one has from whom nothing is known yet."""
+PIECE_BYTES = 32 << 20
+"""The blocks of a prompt go in pieces of about this size."""
 
-_INT32 = next(code for code in "il" if array(code).itemsize == 4)
+SAID_TWICE = "The other side said twice what it is."
+
+_TOKEN_BYTES = 4
+_INT32 = next(code for code in "il" if array(code).itemsize == _TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first message of each side. `window_tokens` of prompts may wait with a prefill side; `most_blocks` is the
-    most credit that a prompt of this decode side costs."""
+    """The first message of each side, and its only one of this kind. `window_tokens` of prompts may wait or run at a
+    prefill side, each of at most `most_tokens`; `most_blocks` is the most credit that a prompt of this decode side
+    costs."""
 
     origin: Origin
     role: str
     window_tokens: int = 0
+    most_tokens: int = 0
     most_blocks: int = 0
     version: int = VERSION
 
@@ -118,13 +127,23 @@ def decode(frame: bytes) -> Message:
     """The message of a frame. Raises PeerError for anything that `encode` doesn't write."""
     try:
         (size,) = struct.unpack_from("<I", frame)
-        values = json.loads(frame[4 : 4 + size])
+        values = json.loads(frame[4 : 4 + size] if size <= HEAD_BYTES else b"")
         kind = _KINDS[values.pop("kind")]
         _check(kind, values, frame[4 + size :])
         message: Message = kind(**values)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PeerError("The other side sent something that isn't a message of this version.") from error
     return message
+
+
+def most_prompt_bytes(most_tokens: int) -> int:
+    """Of a frame that a decode side sends."""
+    return HEAD_BYTES + _TOKEN_BYTES * most_tokens
+
+
+def most_piece_bytes(block_bytes: int) -> int:
+    """Of a frame that a prefill side sends."""
+    return HEAD_BYTES + max(PIECE_BYTES, block_bytes)
 
 
 def check(hello: Hello, own_role: str, own_origin: Origin) -> None:

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from engine.errors import PeerError
-from engine.split.shared import MOST_BYTES
+from engine.split.shared import NO_FRAME, check_size
 
 _HEAD = struct.Struct("<QB")  # length, and one of these
 _INLINE, _IN_MEMORY, _READ = range(3)
 _SMALL_BYTES = 1 << 16
 _MEMORY_BYTES = 1 << 26
+_MOST_METADATA_BYTES = 1 << 20
 _LOOK_S = 0.0002
 _NAMES = ("nixl", "nixl_cu13", "nixl_cu12")
 
@@ -56,7 +57,9 @@ class NixlWire:
         mine = struct.pack("<Q", self._out.ctypes.data) + self._agent.get_agent_metadata()
         try:
             self._say(mine, _INLINE)
-            theirs = self._exactly(_HEAD.unpack(self._exactly(_HEAD.size))[0])
+            size, _ = _HEAD.unpack(self._exactly(_HEAD.size))
+            check_size(size, _MOST_METADATA_BYTES)
+            theirs = self._exactly(size)
         except OSError as error:
             raise self._lost(error) from error
         (self._remote_address,) = struct.unpack_from("<Q", theirs)
@@ -76,12 +79,13 @@ class NixlWire:
         if not self._is_read.wait(self._silence_s) or self._is_closed:
             raise PeerError("The other side did not read what it was sent.")
 
-    def receive(self) -> bytes:
+    def receive(self, most_bytes: int) -> bytes:
         try:
             while True:
                 size, kind = _HEAD.unpack(self._exactly(_HEAD.size))
-                if size > MOST_BYTES or kind > _READ or (kind == _IN_MEMORY and size > _MEMORY_BYTES):
-                    raise PeerError("The other side sent something that isn't a frame.")
+                check_size(size, most_bytes)
+                if kind > _READ or (kind == _IN_MEMORY and size > _MEMORY_BYTES):
+                    raise PeerError(NO_FRAME)
                 if kind == _INLINE:
                     return self._exactly(size)
                 if kind == _READ:

@@ -20,13 +20,19 @@ _REFUSED_AGAIN_S = 2.0
 
 
 class Peers:
-    """`addresses` are asked for each time, so they may come and go. Thread-safe."""
+    """`addresses` are asked for each time, so they may come and go. `most_bytes` is as of Link. Thread-safe."""
 
     def __init__(
-        self, addresses: Callable[[], Iterable[str]], wake: threading.Event, *, silence_s: float = SILENCE_S
+        self,
+        addresses: Callable[[], Iterable[str]],
+        wake: threading.Event,
+        *,
+        most_bytes: int,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._addresses = addresses
         self._wake = wake
+        self._most_bytes = most_bytes
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self._new: deque[Link] = deque()
@@ -81,7 +87,9 @@ class Peers:
     def _try(self, address: str) -> None:
         try:
             wire = connect(address, silence_s=self._silence_s)
-            link = self._links[address] = Link(wire, address, self._wake, silence_s=self._silence_s)
+            link = self._links[address] = Link(
+                wire, address, self._wake, most_bytes=self._most_bytes, silence_s=self._silence_s
+            )
         except Exception as error:  # whatever it is, this thread goes on: without it nobody is ever found
             with self._lock:
                 self._reasons[address] = str(error) or type(error).__name__

@@ -21,11 +21,25 @@ from engine.errors import EngineError, PeerError, RequestError
 from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
 from engine.split.credits import Purse
 from engine.split.link import SILENCE_S, Link, Wire
-from engine.split.messages import Blocks, Bye, Cancel, Credit, Hello, Message, Offer, Prompt, Want, check, encode
+from engine.split.messages import (
+    PIECE_BYTES,
+    SAID_TWICE,
+    Blocks,
+    Bye,
+    Cancel,
+    Credit,
+    Hello,
+    Message,
+    Offer,
+    Prompt,
+    Want,
+    check,
+    encode,
+    most_prompt_bytes,
+)
 from engine.split.wires import Listener
 
 ROLE = "prefill"
-_FRAME_BYTES = 32 << 20  # blocks of a prompt go in pieces of about this size
 _WINDOW_STEPS = 4
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)  # the token is sampled once more where the answer is
 _WAIT_S = 0.05
@@ -36,14 +50,27 @@ HUNG_S = 60.0
 
 @dataclass(slots=True)
 class _Peer:
-    """A decode side: its prompts that wait, and those that run or are offered."""
+    """A decode side: its prompts that wait, and those that run or are offered. The first two fill its window."""
 
     link: Link
     number: int
+    since_s: float
+    window_tokens: int
     purse: Purse | None = None  # None: it hasn't said what it is
     waiting: dict[str, Prompt] = field(default_factory=dict)
     running: dict[str, Prefix] = field(default_factory=dict)
     offered: dict[str, Prefix] = field(default_factory=dict)
+    held_tokens: int = 0  # of those that wait or run
+
+    def hold(self, num_tokens: int) -> None:
+        """A prompt came. Raises PeerError where it is more than the window has room for; a first one always is let
+        in."""
+        if self.held_tokens and self.held_tokens + num_tokens > self.window_tokens:
+            raise PeerError(
+                f"The other side sent a prompt of {num_tokens:,} tokens beside {self.held_tokens:,} that wait or run, "
+                f"and {self.window_tokens:,} may at once."
+            )
+        self.held_tokens += num_tokens
 
     def name(self, prompt_id: str) -> str:
         """Of a prompt among those of all peers."""
@@ -80,6 +107,7 @@ class PrefillSide:
         self._listener = listener
         self._passing: Passing = engine.passing()
         self._window_tokens = _WINDOW_STEPS * step_tokens
+        self._most_tokens = self._passing.num_blocks * self._passing.block_tokens
         self._silence_s = silence_s
         self._peers: list[_Peer] = []
         self._arrived: deque[_Peer] = deque()
@@ -104,6 +132,8 @@ class PrefillSide:
             try:
                 for message in peer.link.take():
                     self._hear(peer, message)
+                if peer.purse is None and monotonic() - peer.since_s > self.hung_s:
+                    raise PeerError(f"The other side didn't say what it is within {self.hung_s:g} s.")
             except EngineError as error:
                 peer.link.close(str(error))
             if peer.link.ending is not None:
@@ -143,9 +173,14 @@ class PrefillSide:
             wire.close()
             return
         link = Link(
-            wire, f"Decode engine {number}", self._wake, silence_s=self._silence_s, may_beat=lambda: not self._hangs()
+            wire,
+            f"Decode engine {number}",
+            self._wake,
+            most_bytes=most_prompt_bytes(self._most_tokens),
+            silence_s=self._silence_s,
+            may_beat=lambda: not self._hangs(),
         )
-        self._arrived.append(_Peer(link, number))
+        self._arrived.append(_Peer(link, number, monotonic(), self._window_tokens))
         self._wake.set()
 
     def _hangs(self) -> bool:
@@ -155,11 +190,20 @@ class PrefillSide:
         while self._arrived:
             peer = self._arrived.popleft()
             self._peers.append(peer)
-            peer.link.send(Hello(origin=self._passing.origin, role=ROLE, window_tokens=self._window_tokens))
+            peer.link.send(
+                Hello(
+                    origin=self._passing.origin,
+                    role=ROLE,
+                    window_tokens=self._window_tokens,
+                    most_tokens=self._most_tokens,
+                )
+            )
         return list(self._peers)
 
     def _hear(self, peer: _Peer, message: Message) -> None:
         if isinstance(message, Hello):
+            if peer.purse is not None:
+                raise PeerError(SAID_TWICE)
             check(message, ROLE, self._passing.origin)
             peer.purse = Purse(message.most_blocks)
         elif peer.purse is None:
@@ -167,11 +211,15 @@ class PrefillSide:
         elif isinstance(message, Credit):
             peer.purse.blocks += message.blocks
         elif isinstance(message, Prompt):
-            num_blocks = len(message.token_ids) // self._passing.block_tokens
-            if not num_blocks or num_blocks * self._passing.block_tokens != len(message.token_ids):
+            num_tokens = len(message.token_ids)
+            num_blocks = num_tokens // self._passing.block_tokens
+            if not num_blocks or num_blocks * self._passing.block_tokens != num_tokens:
                 raise PeerError("The other side sent a prompt that isn't whole blocks long.")
+            if num_tokens > self._most_tokens:
+                raise PeerError(f"The other side sent a prompt of {num_tokens:,} tokens; {self._most_tokens:,} fit.")
             if message.id in peer.waiting or message.id in peer.running or message.id in peer.offered:
                 raise PeerError("The other side sent a prompt twice.")
+            peer.hold(num_tokens)
             peer.waiting[message.id] = message
             peer.purse.queue(message.id, num_blocks)
         elif isinstance(message, Want):
@@ -238,11 +286,13 @@ class PrefillSide:
         if not keys:  # all of it was evicted again
             self._give_up(peer, prompt_id, prefix)
             return
+        peer.held_tokens -= len(prefix.token_ids)
         peer.offered[prompt_id] = prefix
         peer.link.send(Offer(id=prompt_id, keys=keys, hit_tokens=hit_tokens))
 
     def _give_up(self, peer: _Peer, prompt_id: str, prefix: Prefix) -> None:
         """The decode side computes it."""
+        peer.held_tokens -= len(prefix.token_ids)
         self._forget(peer, prompt_id, prefix)
         peer.link.send(Offer(id=prompt_id, keys=()))
 
@@ -251,7 +301,7 @@ class PrefillSide:
         if prefix is None:
             return
         num_blocks = self._passing.num_cached(prefix)
-        piece = max(1, _FRAME_BYTES // self._passing.block_bytes)
+        piece = max(1, PIECE_BYTES // self._passing.block_bytes)
         starts = range(want.first, num_blocks, piece) or (want.first,)
         for start in starts:
             depths, data = self._passing.export(prefix, range(start, min(start + piece, num_blocks)))
@@ -263,10 +313,13 @@ class PrefillSide:
         self._forget(peer, want.id, prefix)
 
     def _cancel(self, peer: _Peer, prompt_id: str) -> None:
-        if peer.waiting.pop(prompt_id, None) is not None and peer.purse is not None:
+        waiting = peer.waiting.pop(prompt_id, None)
+        if waiting is not None and peer.purse is not None:
+            peer.held_tokens -= len(waiting.token_ids)
             peer.purse.cancel(prompt_id)
         prefix = peer.running.pop(prompt_id, None)
         if prefix is not None:
+            peer.held_tokens -= len(prefix.token_ids)
             self._engine.abort(peer.name(prompt_id))
         prefix = prefix or peer.offered.pop(prompt_id, None)
         if prefix is not None:

@@ -19,8 +19,15 @@ from engine.errors import PeerError
 
 _HEAD = struct.Struct("<QB")  # length, whether it lies in shared memory
 _SMALL_BYTES = 1 << 16
-MOST_BYTES = 1 << 30
-"""Of a frame: what a damaged length would have us wait for."""
+NO_FRAME = "The other side sent something that isn't a frame."
+
+
+def check_size(size: int, most_bytes: int) -> None:
+    """Raises PeerError for the length of a frame that isn't to be read."""
+    if size < 0:
+        raise PeerError(NO_FRAME)
+    if size > most_bytes:
+        raise PeerError(f"The other side sent a frame of {size:,} bytes, and may send {most_bytes:,} at once.")
 
 
 class SharedWire:
@@ -49,13 +56,13 @@ class SharedWire:
         except OSError as error:
             raise self._lost(error) from error
 
-    def receive(self) -> bytes:
+    def receive(self, most_bytes: int) -> bytes:
         descriptors: list[int] = []
         try:
-            head = self._exactly(_HEAD.size, descriptors)
-            size, is_shared = _HEAD.unpack(head)
-            if size > MOST_BYTES or bool(is_shared) != bool(descriptors):
-                raise PeerError("The other side sent something that isn't a frame.")
+            size, is_shared = _HEAD.unpack(self._exactly(_HEAD.size, descriptors))
+            check_size(size, most_bytes)
+            if bool(is_shared) != bool(descriptors):
+                raise PeerError(NO_FRAME)
             return _mapped(descriptors[0], size) if is_shared else self._exactly(size, descriptors)
         except OSError as error:
             raise self._lost(error) from error

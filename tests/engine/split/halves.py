@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Completion, Request
-from engine.split.decode import PATIENCE_S, DecodeSide
+from engine.split.decode import PATIENCE_S, DecodeSide, most_bytes
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
 from engine.split.wires import listen
@@ -45,7 +45,7 @@ class Halves:
         for engine in prefills:
             self.join(engine)
         wake = threading.Event()
-        self.peers = Peers(lambda: list(self.addresses), wake, silence_s=SILENCE_S)
+        self.peers = Peers(lambda: list(self.addresses), wake, most_bytes=most_bytes(decode), silence_s=SILENCE_S)
         self.decode = DecodeSide(decode, self.peers, wake, patience_s=patience_s)
 
     def join(self, engine: Engine, *, step_tokens: int = 64) -> PrefillSide:

@@ -36,6 +36,7 @@ said: st.SearchStrategy[Message] = st.one_of(
         origin=st.builds(Origin, layout=names, model=names, weights=names),
         role=names,
         window_tokens=counts,
+        most_tokens=counts,
         most_blocks=counts,
         version=counts,
     ),
@@ -81,6 +82,7 @@ def frame(values: object, tail: bytes = b"") -> bytes:
         frame({"kind": "Credit"}),
         frame({"kind": "Credit", "blocks": 1, "more": 1}),
         frame({"kind": "Credit", "blocks": 1}, b"tail"),
+        frame({"kind": "Bye", "sentence": "x" * messages.HEAD_BYTES}),
         frame({"kind": "Cancel", "id": 7}),
         frame({"kind": "Offer", "id": "a", "hit_tokens": 0}, b"seventeen bytes!!"),
         frame({"kind": "Prompt", "id": "a", "salt": "", "adapter": "", "lane": 0}, b"123"),
@@ -107,7 +109,7 @@ OURS = Origin(layout="kv1/int8", model="abc", weights="int8")
     ("hello", "says"),
     [
         (Hello(origin=OURS, role="prefill"), "It is a prefill engine, and so are we"),
-        (Hello(origin=OURS, role="decode", version=2), "version 2, and ours of version 1"),
+        (Hello(origin=OURS, role="decode", version=1), "version 1, and ours of version 2"),
         (Hello(origin=Origin("kv1/int8", "xyz", "int8"), role="decode"), "Its model is xyz, and ours abc"),
         (Hello(origin=Origin("kv1/bf16", "abc", "int8"), role="decode"), "Its KV layout is kv1/bf16, and ours"),
         (Hello(origin=Origin("kv1/int8", "abc", "bf16"), role="decode"), "Its weight format is bf16, and ours int8"),
@@ -120,4 +122,4 @@ def test_who_can_not_share_blocks_is_told_why(hello: Hello, says: str) -> None:
 
 def test_who_can_is_welcome() -> None:
     check(Hello(origin=OURS, role="decode"), "prefill", OURS)
-    assert messages.VERSION == 1
+    assert messages.VERSION == 2

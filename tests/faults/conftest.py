@@ -8,6 +8,7 @@ import random
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests import servers
 from tests.faults import judge as judging
 from tests.faults.cluster import Cluster, Services, TinyModel
 from tests.faults.roles import PRELOAD
+from tests.faults.scraping import Scraper
 from tests.tiny import make_tiny_model
 
 SEED = os.environ.get("FAULT_SEED") or str(secrets.randbelow(10**9))
@@ -119,6 +121,13 @@ def cluster(
     made.close()
     if request.node.stash.get(_FAILED, False):
         made.show_logs()
+
+
+@pytest.fixture
+def scraper(cluster: Cluster) -> Iterator[Scraper]:
+    """A Prometheus over this cluster's processes."""
+    with closing(Scraper(cluster)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ _EXPRESSIONS = {alert.name: alert.expr for alert in ALERTS}
 class Scraper:
     """Scrapes every process that was ever started and not taken out; time goes on by itself, and by `later_s`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, timeout_s: float = 30) -> None:
         self.cluster = cluster
         self.prometheus = Prometheus()
         self._gone: list[Process] = []
         self._later_s = 0.0
-        self._http = httpx.Client(timeout=30, trust_env=False)
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def forget(self, process: Process) -> None:
         """It is no target any more: an operator has taken it out of the list, as discovery does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,6 @@ CLOSED = {
 }
 """Labels that there may be, and their values where these are known beforehand."""
 UNITS = ("seconds", "bytes", "ratio", "nanos", "total", "per_second")
-
-
-@pytest.fixture
-def scraper(cluster: Cluster) -> Iterator[Scraper]:
-    with closing(Scraper(cluster)) as made:
-        yield made
 
 
 def long_ago(cluster: Cluster, job: Job, column: str, hours: float = 2) -> None:

@@ -51,6 +51,7 @@ from batchsvc.http.deps import Context
 from batchsvc.http.description import describe, sends
 from batchsvc.http.middleware import BodyLimit, RequestMiddleware
 from batchsvc.interactive.switchboard import Switchboard
+from batchsvc.interactive.texts_ahead import TextsAhead
 from batchsvc.metrics import Metrics
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -62,7 +63,7 @@ _SCHEMA_EXIT = 8  # as workers/exits.py has it
 
 
 def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> FastAPI:
-    """The application on these settings. Opens no connection before the first request."""
+    """The application on these settings. Opens no connection before it is started."""
     db = Database(settings.database_url, pool_size=_POOL)
     store = ObjectStore(settings)
     checks = Checks(db, lambda: store, settings.redis_url)
@@ -81,9 +82,13 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
         settings.redis_url, most_calls=settings.interactive_max, most_bytes=settings.interactive_buffer_bytes
     )
 
+    texts_ahead = TextsAhead(db)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        texts_ahead.start()
         yield
+        texts_ahead.close()
         await switchboard.close()
         door.close()
         context.dispatcher.close()

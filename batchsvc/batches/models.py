@@ -119,6 +119,14 @@ def list_models(session: Session, *, project_id: str | None) -> list[Model]:
     )
 
 
+def likely(session: Session, most: int) -> list[tuple[str, str]]:
+    """Path and digest of the models that calls will probably name: those of workers, then the newest."""
+    served = queries.served_digests(session, since_ms=0)  # a worker that is gone is soon forgotten
+    rows = [row for row in queries.models(session) if row.alias_of is None]
+    rows.sort(key=lambda row: (row.digest in served, row.created_ms), reverse=True)
+    return list(dict.fromkeys((row.path, row.digest) for row in rows))[:most]
+
+
 def _is_visible(row: Model, project_id: str | None) -> bool:
     return project_id is None or row.project_id in (None, project_id)
 

@@ -6,6 +6,7 @@ real ones, which pass blocks on, so the judge is the one of workers' tests and n
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,6 +38,16 @@ Env = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def env(sqlite_world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: str) -> Env:
+    return env_of(sqlite_world, tiny, tmp_path, redis_url)
+
+
+@pytest.fixture
+def each_env(world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: str) -> Env:
+    """On both databases."""
+    return env_of(world, tiny, tmp_path, redis_url)
+
+
+def env_of(world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: str) -> Env:
     redis.Redis.from_url(redis_url).flushall()
 
     def of(role: str, **changes: object) -> dict[str, str]:
@@ -50,7 +61,7 @@ def env(sqlite_world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: 
             "TEST_LOGS": tmp_path,
             "BATCHSVC_SPLIT_LISTEN": f"shm://{tmp_path}/prefill.sock",
         }
-        return environment(sqlite_world.settings, tiny[0], **{**more, **changes})
+        return environment(world.settings, tiny[0], **{**more, **changes})
 
     return of
 
@@ -203,11 +214,11 @@ def test_a_decode_worker_alone_has_no_room(
 
 @pytest.mark.faults
 def test_rows_85_to_87_units_wait_for_a_prefill_worker_and_outlive_both_halves(
-    sqlite_world: World, env: Env, tiny: tuple[Path, str]
+    world: World, each_env: Env, tiny: tuple[Path, str]
 ) -> None:
-    world, digest = sqlite_world, tiny[1]
+    env, digest = each_env, tiny[1]
     world.stem = STEM
-    batch_id = world.add_batch(num_lines=120, unit_lines=20, max_tokens=48, digest=digest)
+    batch_id = world.add_batch(num_lines=240, unit_lines=20, max_tokens=96, digest=digest)
     with ExitStack() as stack:
         stack.enter_context(process("control", env("unified")))
         decode = stack.enter_context(process("engine", env("decode")))
@@ -217,18 +228,30 @@ def test_rows_85_to_87_units_wait_for_a_prefill_worker_and_outlive_both_halves(
         until(lambda: world.batch(batch_id).completed > 10, "the first parts")
         assert has_prefill(world, digest)
         assert not notes(world)
+        is_held_and_unfinished(world, batch_id, decode)
         prefill.kill()
         prefill.wait()
-        assert holds(world, batch_id, decode) or world.batch(batch_id).status == Status.COMPLETED
+        is_held_and_unfinished(world, batch_id, decode)
         stack.enter_context(process("engine", env("prefill")))
         before = world.batch(batch_id).completed
-        until(lambda: world.batch(batch_id).completed > min(before + 10, 100), "it goes on with another one")
+        until(lambda: world.batch(batch_id).completed > before + 10, "it goes on with another one")
+        is_held_and_unfinished(world, batch_id, decode)
         decode.kill()
         decode.wait()
+        is_held_and_unfinished(world, batch_id, decode)  # by the dead, until its leases end
+        epochs = {unit.id: unit.epoch for unit in world.units(batch_id) if unit.state == "leased"}
         stack.enter_context(process("engine", env("decode")))
         until(lambda: world.batch(batch_id).status == Status.COMPLETED, "the end of the batch")
     world.judge(batch_id, Status.COMPLETED)
-    assert len(answers(world, batch_id)) == 120
+    assert len(answers(world, batch_id)) == 240
+    assert all(unit.epoch > epochs[unit.id] for unit in world.units(batch_id) if unit.id in epochs), "claimed anew"
+
+
+def is_held_and_unfinished(world: World, batch_id: str, decode: subprocess.Popen[str]) -> None:
+    """Else the kill that follows, or came before, shows nothing."""
+    batch = world.batch(batch_id)
+    assert batch.status == Status.IN_PROGRESS, f"{batch.completed} of {batch.total} lines are done: too few for a kill"
+    assert holds(world, batch_id, decode)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+_ASKS_FOR_TLS = struct.pack("!ii", 8, 80877103)  # PostgreSQL's SSLRequest
 
 
 def written(folder: Path) -> tuple[Path, Path]:
@@ -42,8 +45,11 @@ def written(folder: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def in_front_of(port: int, cert: Path, key: Path) -> Iterator[int]:
-    """The port of a TLS server on loopback that passes everything on to this one."""
+def in_front_of(server: int | str, cert: Path, key: Path, *, is_postgres: bool = False) -> Iterator[int]:
+    """The port of a TLS server on loopback that passes everything on to this one: a port, or a socket's path.
+
+    Clients of PostgreSQL ask in plain text for TLS before they speak it. Whoever asks for nothing is sent away.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +60,7 @@ def in_front_of(port: int, cert: Path, key: Path) -> Iterator[int]:
                 plain, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=_pass_on, args=(plain, context, port), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(plain, context, server, is_postgres), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
     try:
@@ -63,15 +69,27 @@ def in_front_of(port: int, cert: Path, key: Path) -> Iterator[int]:
         listener.close()
 
 
-def _pass_on(plain: socket.socket, context: ssl.SSLContext, port: int) -> None:
-    with suppress(OSError):
+def _pass_on(plain: socket.socket, context: ssl.SSLContext, address: int | str, is_postgres: bool) -> None:
+    with suppress(OSError), plain:
+        if is_postgres:
+            if plain.recv(len(_ASKS_FOR_TLS), socket.MSG_WAITALL) != _ASKS_FOR_TLS:
+                return
+            plain.sendall(b"S")
         client = context.wrap_socket(plain, server_side=True)
-        server = socket.create_connection(("127.0.0.1", port))
+        server = _connected(address)
         back = threading.Thread(target=_copy, args=(server, client), daemon=True)
         back.start()
         with client, server:
             _copy(client, server)
             back.join()
+
+
+def _connected(address: int | str) -> socket.socket:
+    if isinstance(address, int):
+        return socket.create_connection(("127.0.0.1", address))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -1,20 +1,25 @@
-"""Redis and S3 are reached by TLS as README's table says, and refused where nobody we trust signed."""
+"""PostgreSQL, Redis and S3 are reached by TLS as README's table says, and refused where nobody we trust signed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 
+from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
 from tests.certificates import in_front_of, written
-from tests.e2e.conftest import wait_for
-from tests.servers import S3Server
+from tests.e2e.conftest import BATCHSVC, wait_for
+from tests.faults.targets import postgres_target
+from tests.servers import S3Server, fresh_database
 
 
 @pytest.fixture
@@ -70,3 +75,56 @@ def test_the_store_is_reached_by_tls(
         monkeypatch.delenv("AWS_CA_BUNDLE")
         with pytest.raises(ServiceError):
             ObjectStore(settings).put("k", b"to whom?")
+
+
+@pytest.fixture
+def tls_postgres(postgres_url: str, certificate: tuple[Path, Path]) -> Iterator[str]:
+    """The URL of a fresh database behind a server that takes nobody without TLS; what it says of TLS is left out."""
+    with fresh_database(postgres_url) as url:
+        server, parts = postgres_target(url), urlsplit(url)
+        with in_front_of(server if isinstance(server, str) else server[1], *certificate, is_postgres=True) as port:
+            yield f"postgresql://{parts.username}@127.0.0.1:{port}{parts.path}"
+
+
+def command(words: str, url: str) -> subprocess.CompletedProcess[str]:
+    """What a command says on a deployment with this database."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    env |= {"DATABASE_URL": url, "REDIS_URL": "redis://127.0.0.1:9/0"}
+    return subprocess.run([*BATCHSVC, *words.split()], env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_database_is_reached_by_tls(tls_postgres: str, certificate: tuple[Path, Path]) -> None:
+    """Schema, keys and a connection of the service, with the parameters of README's table."""
+    url = f"{tls_postgres}?sslmode=verify-full&sslrootcert={certificate[0]}"
+    for words in ("db upgrade --from-env", "keys create first --from-env"):
+        done = command(words, url)
+        assert done.returncode == 0, done.stderr
+    database = Database(url)
+    with database.reading() as session:
+        driver = session.connection().connection.driver_connection
+        assert isinstance(driver, psycopg.Connection) and driver.pgconn.ssl_in_use
+        assert driver.info.get_parameters()["sslmode"] == "verify-full"
+    database.dispose()
+
+
+@pytest.mark.parametrize(
+    ("words", "host", "authority", "says"),
+    [
+        ("serve control", "127.0.0.1", "other", "certificate verify failed"),
+        ("serve api", "127.0.0.1", "other", "certificate verify failed"),
+        ("db upgrade --from-env", "127.0.0.1", "other", "certificate verify failed"),
+        ("keys list --from-env", "localhost", "ours", 'does not match host name "localhost"'),
+        ("db upgrade --from-env", "127.0.0.1", "nobody", "does not exist"),
+    ],
+)
+def test_a_database_whose_certificate_will_not_do_is_refused_in_a_sentence(
+    words: str, host: str, authority: str, says: str, tls_postgres: str, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With the reason. Nothing is tried without TLS, or without the check."""
+    (tmp_path / "other").mkdir()
+    trusted = {"ours": certificate[0], "other": written(tmp_path / "other")[0], "nobody": tmp_path / "nobody.pem"}
+    url = f"{tls_postgres.replace('127.0.0.1', host)}?sslmode=verify-full&sslrootcert={trusted[authority]}"
+    refused = command(words, url)
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert refused.stderr.count("\n") == 1 and "The database doesn't answer" in refused.stderr
+    assert says in refused.stderr

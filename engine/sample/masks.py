@@ -16,9 +16,12 @@ _NEVER = float("-inf")
 
 def packed(rows: Sequence[SampleRow], vocab_size: int) -> NDArray[np.int32]:
     """Bit t of row i, in little-endian words: whether token t may come there; int32 [R, words]. Of `masked_ids` a
-    grammar's row strikes out those that leave something."""
+    grammar's row strikes out those that leave something. Bits behind the vocabulary, whatever a grammar says of them,
+    are 0."""
     any_token = np.full((vocab_size + 31) // 32, -1, dtype=np.int32)
     bits = np.stack([any_token if row.allowed is None else row.allowed for row in rows])
+    if vocab_size % 32:
+        bits[:, -1] &= (1 << vocab_size % 32) - 1
     with_ids: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         if row.masked_ids:
@@ -29,9 +32,8 @@ def packed(rows: Sequence[SampleRow], vocab_size: int) -> NDArray[np.int32]:
         before = bits[place]
         bits[place] = before & kept
         for at in np.flatnonzero((bits[place] != before).any(axis=1)).tolist():
-            allowed = rows[indices[at]].allowed
-            if allowed is not None and not bits[indices[at]].any():
-                bits[indices[at]] = allowed
+            if rows[indices[at]].allowed is not None and not bits[indices[at]].any():
+                bits[indices[at], words] = before[at]
     return bits
 
 

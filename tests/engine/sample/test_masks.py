@@ -16,9 +16,9 @@ from engine.sample.row import SampleRow
 PARAMS = SamplingParams(max_tokens=4)
 
 
-def words_of(allowed: list[bool]) -> np.ndarray:
-    """As the words of a mask."""
-    bits = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
+def words_of(allowed: list[bool], behind: bool) -> np.ndarray:
+    """As the words of a mask, with such bits behind the vocabulary."""
+    bits = np.full(-(-len(allowed) // 32) * 32, behind, np.uint8)
     bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -40,9 +40,10 @@ def cases(draw: st.DrawFn) -> Case:
     any_mask = st.none() | few | nearly_all | st.lists(st.booleans(), min_size=vocab, max_size=vocab)
     ends = st.lists(st.integers(0, vocab - 1), max_size=2, unique=True).map(tuple)
     masks = draw(st.lists(st.tuples(any_mask, ends), min_size=1, max_size=5))
+    behind = draw(st.booleans())
     logits = torch.arange(vocab * len(masks), dtype=torch.float32).reshape(len(masks), vocab)
     rows = [
-        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed))
+        SampleRow(PARAMS, 9, masked_ids=ends, allowed=None if allowed is None else words_of(allowed, behind))
         for allowed, ends in masks
     ]
     return Case(vocab, masks, logits, rows)

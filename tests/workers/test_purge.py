@@ -49,8 +49,12 @@ def purge(world: World) -> None:
     """Let both times come."""
     set_back(world, 10**9)
     purger(world).purge_due()
+    assert not_purged(world) == []
+
+
+def not_purged(world: World) -> list[str]:
     with world.db.reading() as session:
-        assert session.scalars(select(Purge).where(Purge.purged_ms.is_(None))).all() == []
+        return list(session.scalars(select(Purge.subject_id).where(Purge.purged_ms.is_(None))))
 
 
 def discard(session: Any, key: str) -> None:
@@ -328,6 +332,36 @@ def test_a_collector_that_dies_is_followed_by_another(
     assert purger(world).purge_due() < 5, "what the dead one has taken is let alone for a while"
     purge(world)
     assert not {key for key in stored(world) if batch_id in key or file.id in key}
+
+
+def test_all_is_gone_within_the_grace_though_its_first_collector_dies(
+    sqlite_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that is moved on tick by tick: how long a machine takes for it decides nothing."""
+    world, tick_ms = sqlite_world, 1_200_000
+    world.settings = world.settings.model_copy(update={"lease_s": 20_000.0, "retention_grace_s": 86_400.0})
+    policy = Policy.of(world.settings.retention_grace_s, world.settings.lease_s)
+    batch_id, _ = ended_batch(world)
+    delete_batch(world, batch_id, with_input=True)
+
+    def die(_reached: str) -> None:
+        raise KeyboardInterrupt
+
+    moved_ms = 0
+    while not_purged(world):
+        moved_ms += tick_ms
+        assert moved_ms <= policy.grace_ms, not_purged(world)
+        with world.db.transaction() as session:
+            earlier = {"deleted_ms": Purge.deleted_ms - tick_ms, "due_ms": Purge.due_ms - tick_ms}
+            session.execute(update(Purge).values(earlier))
+        if moved_ms == tick_ms:
+            with monkeypatch.context() as patched:
+                patched.setattr(failpoints, "reach", die)
+                with pytest.raises(KeyboardInterrupt):
+                    purger(world).purge_due()
+        purger(world).purge_due()
+    assert moved_ms >= 3 * policy.lease_ms, "nor before the last writer has noticed"
+    assert not {key for key in stored(world) if batch_id in key}
 
 
 def test_a_failed_purge_is_tried_again_and_is_overdue_meanwhile(world: World) -> None:

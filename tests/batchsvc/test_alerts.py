@@ -73,6 +73,14 @@ def test_the_runbook_has_one_entry_for_each_alert() -> None:
         assert wake.startswith("at once") == (severities[name] == "critical"), name
 
 
+def test_the_events_that_the_runbook_looks_for_are_logged() -> None:
+    text = README.read_text(encoding="utf-8").partition("\n## Runbook\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", text))
+    sources = [path for part in ("batchsvc", "workers") for path in (README.parent / part).rglob("*.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in sources)
+    assert len(named) > 10 and not [event for event in named if f'"{event}"' not in code]
+
+
 def commands_of_readme() -> Iterator[list[str]]:
     """The words after `batchsvc`, a host's `here` or compose's `run ... api`, and those in the table of commands."""
     text = README.read_text(encoding="utf-8").replace(" \\\n", " ").replace("\\|", "|")

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from sqlalchemy import text
 
 from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher, queue_of
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
+from batchsvc.stack import services
 from batchsvc.store.s3 import ObjectStore
 from tests.certificates import in_front_of, written
 from tests.e2e.conftest import BATCHSVC, wait_for
 from tests.faults.targets import postgres_target
-from tests.servers import S3Server, fresh_database
+from tests.servers import S3Server, fresh_database, running
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture
@@ -86,6 +93,22 @@ def tls_postgres(postgres_url: str, certificate: tuple[Path, Path]) -> Iterator[
             yield f"postgresql://{parts.username}@127.0.0.1:{port}{parts.path}"
 
 
+@pytest.fixture
+def by_readme(tmp_path: Path) -> Path:
+    """A folder with a CA and a certificate for 127.0.0.1 that it signed, made by the commands of README."""
+    line = re.search(
+        "^A certificate for a host by your own CA: (.+)$", README.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert line is not None
+    made = re.findall(r"`(openssl [^`]+)`", line[1])
+    assert len(made) == 2
+    (folder := tmp_path / "by-readme").mkdir()
+    for words in made:
+        here = words.replace("10.0.0.1", "127.0.0.1").replace("/CN=HOST", "/CN=127.0.0.1")
+        subprocess.run(shlex.split(here), cwd=folder, capture_output=True, check=True)
+    return folder
+
+
 def command(words: str, url: str) -> subprocess.CompletedProcess[str]:
     """What a command says on a deployment with this database."""
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -128,3 +151,38 @@ def test_a_database_whose_certificate_will_not_do_is_refused_in_a_sentence(
     assert refused.returncode == 1 and refused.stdout == ""
     assert refused.stderr.count("\n") == 1 and "The database doesn't answer" in refused.stderr
     assert says in refused.stderr
+
+
+def test_a_certificate_made_as_readme_says_opens_database_and_store(
+    postgres_url: str, by_readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SeaweedFS with the flags of README's table; for PostgreSQL what its own settings do is done before it."""
+    authority, certificate, key = (by_readme / name for name in ("ca.pem", "host.pem", "host.key"))
+    server, name = postgres_target(postgres_url), urlsplit(postgres_url).path
+    with in_front_of(server if isinstance(server, str) else server[1], certificate, key, is_postgres=True) as port:
+        user = urlsplit(postgres_url).username
+        database = Database(f"postgresql://{user}@127.0.0.1:{port}{name}?sslmode=verify-full&sslrootcert={authority}")
+        with database.reading() as session:
+            assert session.scalar(text("SELECT 1")) == 1
+        database.dispose()
+    ports = services.choose_ports((*services.WEED_PORTS, "https"))
+    keys = {"access_key": "tls", "secret_key": "tls-secret-key"}
+    weed = services.seaweedfs(tmp_path / "s3", ports=ports, jwt_key="j" * 40, **keys)
+    flags = (f"-s3.port.https={ports['https']}", f"-s3.cert.file={certificate}", f"-s3.key.file={key}")
+    assert all(flag.partition("=")[0] in README.read_text(encoding="utf-8") for flag in flags)
+    settings = Settings.from_env(
+        {
+            "DATABASE_URL": "sqlite:///x",
+            "REDIS_URL": "redis://x",
+            "AWS_ENDPOINT_URL_S3": f"https://127.0.0.1:{ports['https']}",
+            "AWS_ACCESS_KEY_ID": keys["access_key"],
+            "AWS_SECRET_ACCESS_KEY": keys["secret_key"],
+            "BATCHSVC_BUCKET": "reached-by-tls",
+        }
+    )
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
+    with running(replace(weed, argv=(*weed.argv, *flags)), lambda: services.seaweedfs_is_ready(ports), "seaweedfs"):
+        store = ObjectStore(settings)
+        store.ensure_bucket()
+        store.put("k", b"by TLS")
+        assert store.get("k") == b"by TLS"

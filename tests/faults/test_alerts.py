@@ -30,6 +30,7 @@ from tests.receiver import receiving
 pytestmark = pytest.mark.faults
 Judge = Callable[..., Verdict]
 HOUR_MS = 3_600_000
+README = Path(__file__).parents[2] / "README.md"
 CLOSED = {
     "model": {MODEL, ""},
     "model_digest": None,  # one for each registered model
@@ -72,8 +73,8 @@ def long_ago(cluster: Cluster, job: Job, column: str, hours: float = 2) -> None:
 
 @pytest.mark.quick_faults
 def test_every_metric_of_a_running_cluster_keeps_the_rules(cluster: Cluster, scraper: Scraper) -> None:
-    """Prefix, units, counters and labels; and what alerts and dashboard name is there. Until its worker comes, an alert
-    fires (row 25 in small)."""
+    """Prefix, units, counters and labels; and what alerts, dashboard and README name is there. Until its worker comes,
+    an alert fires (row 25 in small)."""
     cluster.serve()
     cluster.start("control")
     job = cluster.submit(40)
@@ -89,6 +90,7 @@ def test_every_metric_of_a_running_cluster_keeps_the_rules(cluster: Cluster, scr
         assert job.id not in text and job.canary not in text and cluster.project_id not in text and "c40" not in text
         for family in text_string_to_metric_families(text):
             name = family.name
+            shown.add(name)
             assert re.fullmatch(r"batchsvc_[a-z0-9_]+", name), name
             assert family.documentation.endswith("."), name
             assert family.type in ("counter", "gauge", "histogram"), f"{name} is {family.type}"
@@ -103,6 +105,7 @@ def test_every_metric_of_a_running_cluster_keeps_the_rules(cluster: Cluster, scr
                     assert allowed is None or value in allowed, f"{sample.name}: {label}={value}"
     named = {name for alert in ALERTS for name in names_in(alert.expr)} - {"up"}
     named |= {name for panel in dashboard.PANELS for expr, _ in panel.lines for name in names_in(expr)}
+    named |= set(re.findall(r"batchsvc_[a-z_]*[a-z]\b(?!_)", README.read_text(encoding="utf-8")))
     assert named <= shown, f"nobody shows {named - shown}"
     firing = {alert.name: scraper.firing(alert.name) for alert in ALERTS}
     assert not any(firing.values()), f"nothing is wrong, and yet {firing}"

@@ -142,16 +142,14 @@ def _target(session: Session, model: str | None) -> tuple[str, str | None]:
 
 
 def pause_batch(session: Session, actor: Actor, batch_id: str, reason: str | None) -> Batch:
-    """Stop a batch of any project until an operator resumes it. One that was paused so stays as it was."""
-    row = poison_queries.pause(session, batch_id, _reason(reason))
-    record(
-        session,
-        actor,
-        Action.BATCH_PAUSED,
-        batch_id,
-        project_id=row.project_id,
-        details={"reason": row.pause_reason},
-    )
+    """Stop a batch of any project until an operator resumes it. One that was paused so stays as it was; the audit row
+    has the reason that was given now, and the one that the batch goes on to show."""
+    reason = _reason(reason)
+    row = poison_queries.pause(session, batch_id, reason)
+    details = {"reason": reason}
+    if row.pause_reason and row.pause_reason != reason:
+        details["shown"] = row.pause_reason
+    record(session, actor, Action.BATCH_PAUSED, batch_id, project_id=row.project_id, details=details)
     return row
 
 

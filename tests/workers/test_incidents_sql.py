@@ -219,6 +219,10 @@ def test_pauses_of_operator_and_project_are_apart(world: World) -> None:
     assert len(claim(world)) == 1
     acts = [action for action, target in audited(world) if target == batch_id]
     assert acts == ["batch.paused", "batch.paused", "batch.resumed"]
+    with world.db.reading() as session:
+        rows = session.scalars(select(AuditRow).order_by(AuditRow.effective_ms, AuditRow.id)).all()
+    assert [row.details.get("reason") for row in rows] == ["its lines look odd", "again", None]
+    assert rows[1].details["shown"] == "its lines look odd", "what the batch goes on to say"
 
 
 def look(world: World, batch_id: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -45,7 +45,7 @@ from engine.split.messages import (
 from engine.split.peers import Peers
 
 ROLE = "decode"
-_SHARE = 4  # one block in so many may be held for what doesn't run yet
+_SHARE = 4  # one block in so many may be held for what doesn't run yet, for each lane
 _WAIT_S = 0.02
 _MOST_LOSSES = 3  # of a prompt, each with its prefill engine: then it may be the prompt's fault
 PATIENCE_S = 30.0
@@ -64,6 +64,10 @@ class _Pending:
     keys: list[bytes] = field(default_factory=list)  # of blocks that are on their way for it
     losses: int = 0
 
+    @property
+    def lane(self) -> Lane:
+        return Lane.of(self.request.lane)
+
     def __lt__(self, other: _Pending) -> bool:
         return self.rank < other.rank
 
@@ -78,7 +82,16 @@ class _Peer:
     is_known: bool = False
     asked: dict[str, _Pending] = field(default_factory=dict)
     coming: set[bytes] = field(default_factory=set)
-    asked_tokens: int = 0
+    asked_tokens: Counter[Lane] = field(default_factory=Counter)  # that fill its window
+
+    def load(self, lane: Lane) -> tuple[int, int]:
+        """What a prompt of this lane waits for here; between equals, all that it has to do."""
+        return sum(self.asked_tokens[other] for other in Lane if other <= lane), self.asked_tokens.total()
+
+    def has_room(self, num_tokens: int, lane: Lane) -> bool:
+        """Whether a prompt fits into its window; a first one always does."""
+        asked_tokens = self.asked_tokens[lane]
+        return not asked_tokens or asked_tokens + num_tokens <= self.window_tokens
 
 
 @dataclass(slots=True)
@@ -290,7 +303,7 @@ class DecodeSide:
         pending = peer.asked.get(offer.id)
         if pending is None:  # nobody waits for it any more
             return
-        peer.asked_tokens -= len(pending.prefix.token_ids)
+        peer.asked_tokens[pending.lane] -= len(pending.prefix.token_ids)
         if not offer.keys:  # it can't be computed there, so it is here
             self._start(peer, pending)
             return
@@ -337,15 +350,14 @@ class DecodeSide:
                 self.split.own_prompts += 1
                 self._start(None, pending)
                 continue
-            size = len(pending.prefix.token_ids)
-            fitting = [peer for peer in self._peers if peer.is_known and size <= peer.most_tokens]
-            peer = min(fitting, key=lambda peer: peer.asked_tokens, default=None)
-            if peer is None or (peer.asked_tokens and peer.asked_tokens + size > peer.window_tokens):
+            size, lane = len(pending.prefix.token_ids), pending.lane
+            peer = self._least_busy(size, lane)
+            if peer is None or not peer.has_room(size, lane):
                 return
             heapq.heappop(self._queue)
             pending.number = str(next(self._numbers))
             peer.asked[pending.number] = pending
-            peer.asked_tokens += size
+            peer.asked_tokens[lane] += size
             request, prefix = pending.request, pending.prefix
             peer.link.send(
                 Prompt(
@@ -356,8 +368,13 @@ class DecodeSide:
                     lane=request.lane,
                 )
             )
-            self._grants.ask(pending.number, size // self._passing.block_tokens)
+            self._grants.ask(pending.number, size // self._passing.block_tokens, lane)
             self._asked_of[pending.number] = peer
+
+    def _least_busy(self, size: int, lane: Lane) -> _Peer | None:
+        """Of those that can hold a prompt of so many tokens."""
+        fitting = [peer for peer in self._peers if peer.is_known and size <= peer.most_tokens]
+        return min(fitting, key=lambda peer: peer.load(lane), default=None)
 
     def _computes_itself(self, pending: _Pending) -> bool:
         """Whether no prefill engine is to be waited for with this prompt."""
@@ -370,8 +387,8 @@ class DecodeSide:
         return not self.is_ready() and monotonic() - self._alone_since_s >= patience_s
 
     def _grant(self) -> None:
-        for number, blocks in self._grants.grant(self._passing.num_available):
-            self._asked_of.pop(number).link.send(Credit(blocks=blocks))
+        for grant in self._grants.grant(self._passing.num_available):
+            self._asked_of.pop(grant.name).link.send(Credit(blocks=grant.blocks, lane=grant.lane))
         self.split.most_open_blocks = max(self.split.most_open_blocks, self._grants.open_blocks)
 
     def _start(self, peer: _Peer | None, pending: _Pending) -> None:
@@ -417,7 +434,7 @@ class DecodeSide:
         """The prompt is no longer asked for there."""
         del peer.asked[pending.number]
         if pending.hit_tokens is None:
-            peer.asked_tokens -= len(pending.prefix.token_ids)
+            peer.asked_tokens[pending.lane] -= len(pending.prefix.token_ids)
         peer.coming.difference_update(pending.keys)
         self._grants.free(pending.number)
         self._keep(pending, is_kept=False)

@@ -31,8 +31,8 @@ _INT32 = next(code for code in "il" if array(code).itemsize == _TOKEN_BYTES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """The first message of each side, and its only one of this kind. `window_tokens` of prompts may wait or run at a
-    prefill side, each of at most `most_tokens`; `most_blocks` is the most credit that a prompt of this decode side
-    costs."""
+    prefill side, of each lane and each of at most `most_tokens`; `most_blocks` is the most credit that a prompt of this
+    decode side costs."""
 
     origin: Origin
     role: str
@@ -62,9 +62,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """So many more blocks may come."""
+    """So many more blocks of this lane's prompts may come."""
 
     blocks: int
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 from engine.cache.passing import Passing, Prefix
 from engine.engine import Engine
 from engine.errors import EngineError, PeerError, RequestError
-from engine.request import Completion, Expectation, FinishReason, Request, SamplingParams
+from engine.request import Completion, Expectation, FinishReason, Lane, Request, SamplingParams
 from engine.split.credits import Purse
 from engine.split.link import SILENCE_S, Link, Wire
 from engine.split.messages import (
@@ -48,6 +49,13 @@ _MOST_PEERS = 64
 HUNG_S = 60.0
 
 
+class _Work(NamedTuple):
+    """A prompt that was sent."""
+
+    prefix: Prefix
+    lane: Lane
+
+
 @dataclass(slots=True)
 class _Peer:
     """A decode side: its prompts that wait, and those that run or are offered. The first two fill its window."""
@@ -57,20 +65,26 @@ class _Peer:
     since_s: float
     window_tokens: int
     purse: Purse | None = None  # None: it hasn't said what it is
-    waiting: dict[str, Prompt] = field(default_factory=dict)
-    running: dict[str, Prefix] = field(default_factory=dict)
-    offered: dict[str, Prefix] = field(default_factory=dict)
-    held_tokens: int = 0  # of those that wait or run
+    waiting: dict[str, _Work] = field(default_factory=dict)
+    running: dict[str, _Work] = field(default_factory=dict)
+    offered: dict[str, _Work] = field(default_factory=dict)
+    held_tokens: Counter[Lane] = field(default_factory=Counter)  # of those that wait or run
+    turn: Counter[Lane] = field(default_factory=Counter)  # tokens at which its next prompt comes
 
-    def hold(self, num_tokens: int) -> None:
-        """A prompt came. Raises PeerError where it is more than the window has room for; a first one always is let
-        in."""
-        if self.held_tokens and self.held_tokens + num_tokens > self.window_tokens:
+    def hold(self, work: _Work) -> None:
+        """A prompt came. Raises PeerError where it is more than its lane's window has room for; a first one always is
+        let in."""
+        held_tokens, num_tokens = self.held_tokens[work.lane], len(work.prefix.token_ids)
+        if held_tokens and held_tokens + num_tokens > self.window_tokens:
             raise PeerError(
-                f"The other side sent a prompt of {num_tokens:,} tokens beside {self.held_tokens:,} that wait or run, "
-                f"and {self.window_tokens:,} may at once."
+                f"The other side sent a prompt of {num_tokens:,} tokens beside {held_tokens:,} of its lane that wait "
+                f"or run, and {self.window_tokens:,} may at once."
             )
-        self.held_tokens += num_tokens
+        self.held_tokens[work.lane] += num_tokens
+
+    def let_go(self, work: _Work) -> None:
+        """A prompt neither waits nor runs any more."""
+        self.held_tokens[work.lane] -= len(work.prefix.token_ids)
 
     def name(self, prompt_id: str) -> str:
         """Of a prompt among those of all peers."""
@@ -113,6 +127,9 @@ class PrefillSide:
         self._arrived: deque[_Peer] = deque()
         self._owners: dict[str, tuple[_Peer, str]] = {}  # of requests in the engine
         self._busy_blocks = 0
+        most = self._passing.num_blocks
+        self._most_busy = {Lane.INTERACTIVE: most * 3 // 4, Lane.BATCH: most // 2}  # blocks, when a prompt is begun
+        self._turn: Counter[Lane] = Counter()
         self._wake = threading.Event()
         threading.Thread(target=self._accept, name="split accept", daemon=True).start()
 
@@ -209,7 +226,7 @@ class PrefillSide:
         elif peer.purse is None:
             raise PeerError("The other side spoke before it said what it is.")
         elif isinstance(message, Credit):
-            peer.purse.blocks += message.blocks
+            peer.purse.earn(message.blocks, Lane.of(message.lane))
         elif isinstance(message, Prompt):
             num_tokens = len(message.token_ids)
             num_blocks = num_tokens // self._passing.block_tokens
@@ -219,9 +236,11 @@ class PrefillSide:
                 raise PeerError(f"The other side sent a prompt of {num_tokens:,} tokens; {self._most_tokens:,} fit.")
             if message.id in peer.waiting or message.id in peer.running or message.id in peer.offered:
                 raise PeerError("The other side sent a prompt twice.")
-            peer.hold(num_tokens)
-            peer.waiting[message.id] = message
-            peer.purse.queue(message.id, num_blocks)
+            prefix = Prefix(token_ids=message.token_ids, salt=message.salt, adapter=message.adapter)
+            work = _Work(prefix, Lane.of(message.lane))
+            peer.hold(work)
+            peer.waiting[message.id] = work
+            peer.purse.queue(message.id, num_blocks, work.lane)
         elif isinstance(message, Want):
             self._send(peer, message)
         elif isinstance(message, Cancel):
@@ -230,76 +249,92 @@ class PrefillSide:
             raise PeerError("The other side sent what only a prefill engine may send.")
 
     def _begin(self) -> None:
-        """Takes prompts for which there is credit, until those that aren't sent yet fill half of the pool."""
-        for peer in self._peers:
-            while peer.purse is not None and self._busy_blocks <= self._passing.num_blocks // 2:
-                prompt_id = peer.purse.next()
-                if prompt_id is None:
+        """Takes prompts for which there is credit, interactive ones first, until those that aren't sent yet fill the
+        lane's share of the pool."""
+        for lane in Lane:
+            while self._busy_blocks <= self._most_busy[lane]:
+                peer = self._next(lane)
+                if peer is None:
                     break
-                prompt = peer.waiting.pop(prompt_id)
-                prefix = Prefix(token_ids=prompt.token_ids, salt=prompt.salt, adapter=prompt.adapter)
-                self._take(peer, prompt, prefix)
+                self._take(peer, lane)
 
-    def _take(self, peer: _Peer, prompt: Prompt, prefix: Prefix) -> None:
-        name, num_tokens = peer.name(prompt.id), len(prompt.token_ids)
+    def _next(self, lane: Lane) -> _Peer | None:
+        """The peer whose turn it is among those with a prompt to begin: each gets as many tokens as any other, however
+        long its prompts are, and who had nothing to do saves nothing up."""
+        ready = [peer for peer in self._peers if peer.purse is not None and peer.purse.first(lane) is not None]
+        return min(ready, key=lambda peer: max(peer.turn[lane], self._turn[lane]), default=None)
+
+    def _take(self, peer: _Peer, lane: Lane) -> None:
+        """Begins the peer's next prompt."""
+        assert peer.purse is not None
+        prompt_id = peer.purse.first(lane)
+        assert prompt_id is not None
+        peer.purse.begin(lane)
+        work = peer.waiting.pop(prompt_id)
+        name, prefix = peer.name(prompt_id), work.prefix
+        num_tokens = len(prefix.token_ids)
+        self._turn[lane] = max(peer.turn[lane], self._turn[lane])
+        peer.turn[lane] = self._turn[lane] + num_tokens
         self.stats.prompts += 1
         self._busy_blocks += num_tokens // self._passing.block_tokens
         self._engine.scheduler.expect(
             name,
-            Expectation(prompt_ids=prompt.token_ids, uses=((num_tokens, 1),), salt=prompt.salt, adapter=prompt.adapter),
+            Expectation(prompt_ids=prefix.token_ids, uses=((num_tokens, 1),), salt=prefix.salt, adapter=prefix.adapter),
         )
         if self._passing.num_cached(prefix) * self._passing.block_tokens == num_tokens:
-            self._tell(peer, prompt.id, prefix, hit_tokens=num_tokens)
+            self._tell(peer, prompt_id, work, hit_tokens=num_tokens)
             return
-        peer.running[prompt.id] = prefix
-        self._owners[name] = (peer, prompt.id)
+        peer.running[prompt_id] = work
+        self._owners[name] = (peer, prompt_id)
         try:
             self._engine.add(
                 Request(
                     id=name,
-                    prompt_ids=prompt.token_ids,
+                    prompt_ids=prefix.token_ids,
                     params=_PARAMS,
-                    salt=prompt.salt,
-                    lane=prompt.lane,
-                    adapter=prompt.adapter,
+                    salt=prefix.salt,
+                    lane=lane,
+                    adapter=prefix.adapter,
                 )
             )
         except RequestError:
-            del peer.running[prompt.id], self._owners[name]
-            self._give_up(peer, prompt.id, prefix)
+            del peer.running[prompt_id], self._owners[name]
+            self._give_up(peer, prompt_id, work)
 
     def _offer(self, completion: Completion) -> None:
         """A prompt came to its end."""
         peer, prompt_id = self._owners.pop(completion.request_id)
-        prefix = peer.running.pop(prompt_id, None)
-        if prefix is None:  # cancelled
+        work = peer.running.pop(prompt_id, None)
+        if work is None:  # cancelled
             return
         if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._give_up(peer, prompt_id, prefix)
+            self._give_up(peer, prompt_id, work)
             return
         hit_tokens = completion.usage.hit_tokens
-        is_whole = hit_tokens == len(prefix.token_ids) - 1  # its last token is computed again, wherever it was cached
-        self._tell(peer, prompt_id, prefix, hit_tokens=hit_tokens + is_whole)
+        is_whole = hit_tokens == len(work.prefix.token_ids) - 1  # its last is computed again, wherever it was cached
+        self._tell(peer, prompt_id, work, hit_tokens=hit_tokens + is_whole)
 
-    def _tell(self, peer: _Peer, prompt_id: str, prefix: Prefix, *, hit_tokens: int) -> None:
+    def _tell(self, peer: _Peer, prompt_id: str, work: _Work, *, hit_tokens: int) -> None:
+        prefix = work.prefix
         keys = self._passing.keys(prefix)[: self._passing.num_cached(prefix)]
         if not keys:  # all of it was evicted again
-            self._give_up(peer, prompt_id, prefix)
+            self._give_up(peer, prompt_id, work)
             return
-        peer.held_tokens -= len(prefix.token_ids)
-        peer.offered[prompt_id] = prefix
+        peer.let_go(work)
+        peer.offered[prompt_id] = work
         peer.link.send(Offer(id=prompt_id, keys=keys, hit_tokens=hit_tokens))
 
-    def _give_up(self, peer: _Peer, prompt_id: str, prefix: Prefix) -> None:
+    def _give_up(self, peer: _Peer, prompt_id: str, work: _Work) -> None:
         """The decode side computes it."""
-        peer.held_tokens -= len(prefix.token_ids)
-        self._forget(peer, prompt_id, prefix)
+        peer.let_go(work)
+        self._forget(peer, prompt_id, work)
         peer.link.send(Offer(id=prompt_id, keys=()))
 
     def _send(self, peer: _Peer, want: Want) -> None:
-        prefix = peer.offered.pop(want.id, None)
-        if prefix is None:
+        work = peer.offered.pop(want.id, None)
+        if work is None:
             return
+        prefix = work.prefix
         num_blocks = self._passing.num_cached(prefix)
         piece = max(1, PIECE_BYTES // self._passing.block_bytes)
         starts = range(want.first, num_blocks, piece) or (want.first,)
@@ -310,23 +345,23 @@ class PrefillSide:
             self.stats.sent_blocks += len(depths)
             self.stats.sent_bytes += len(depths) * self._passing.block_bytes
         self.stats.spared_blocks += min(want.first, num_blocks)
-        self._forget(peer, want.id, prefix)
+        self._forget(peer, want.id, work)
 
     def _cancel(self, peer: _Peer, prompt_id: str) -> None:
         waiting = peer.waiting.pop(prompt_id, None)
         if waiting is not None and peer.purse is not None:
-            peer.held_tokens -= len(waiting.token_ids)
+            peer.let_go(waiting)
             peer.purse.cancel(prompt_id)
-        prefix = peer.running.pop(prompt_id, None)
-        if prefix is not None:
-            peer.held_tokens -= len(prefix.token_ids)
+        running = peer.running.pop(prompt_id, None)
+        if running is not None:
+            peer.let_go(running)
             self._engine.abort(peer.name(prompt_id))
-        prefix = prefix or peer.offered.pop(prompt_id, None)
-        if prefix is not None:
-            self._forget(peer, prompt_id, prefix)
+        begun = running or peer.offered.pop(prompt_id, None)
+        if begun is not None:
+            self._forget(peer, prompt_id, begun)
 
-    def _forget(self, peer: _Peer, prompt_id: str, prefix: Prefix) -> None:
-        self._busy_blocks -= len(prefix.token_ids) // self._passing.block_tokens
+    def _forget(self, peer: _Peer, prompt_id: str, work: _Work) -> None:
+        self._busy_blocks -= len(work.prefix.token_ids) // self._passing.block_tokens
         self._engine.scheduler.expect(peer.name(prompt_id), None)
 
     def _lose(self, peer: _Peer) -> None:

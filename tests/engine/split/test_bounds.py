@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import PeerError
-from engine.request import Request, SamplingParams
+from engine.request import Lane, Request, SamplingParams
 from engine.split import prefill, wires
 from engine.split.link import Wire
 from engine.split.messages import Bye, Cancel, Credit, Hello, Message, Offer, Prompt, decode, encode
@@ -100,12 +100,12 @@ def test_more_than_the_window_is_refused(stranger: Stranger) -> None:
     stranger.say(stranger.hello(), running, waiting, Credit(blocks=8))
     stranger.turns_until(lambda: any(isinstance(message, Offer) for message in stranger.heard))
     (peer,) = stranger.side._peers
-    assert (peer.held_tokens, list(peer.waiting), list(peer.offered)) == (128, ["waits"], ["runs"])
+    assert (peer.held_tokens[Lane.INTERACTIVE], list(peer.waiting), list(peer.offered)) == (128, ["waits"], ["runs"])
     stranger.say(prompt("fits", WINDOW - 128, first=7))
     stranger.turns_until(lambda: "fits" in peer.waiting)
     stranger.say(prompt("one too many", 16, first=9))
     assert stranger.farewell() == (
-        "The other side sent a prompt of 16 tokens beside 256 that wait or run, and 256 may at once."
+        "The other side sent a prompt of 16 tokens beside 256 of its lane that wait or run, and 256 may at once."
     )
     assert stranger.side._busy_blocks == 0
 
@@ -116,7 +116,7 @@ def test_a_prompt_that_runs_counts(stranger: Stranger, monkeypatch: pytest.Monke
         patch.setattr(stranger.side._engine, "has_work", lambda: False)  # it gets nowhere
         stranger.turns_until(lambda: bool(stranger.side._peers and stranger.side._peers[0].running))
         stranger.say(prompt("b", 16))
-        assert "16 tokens beside 256" in stranger.farewell()
+        assert "16 tokens beside 256 of its lane" in stranger.farewell()
 
 
 def test_what_is_cancelled_makes_room(stranger: Stranger) -> None:
@@ -125,7 +125,7 @@ def test_what_is_cancelled_makes_room(stranger: Stranger) -> None:
         stranger.say(prompt(str(number), WINDOW), Cancel(id=str(number)))
     stranger.say(prompt("last", WINDOW))
     stranger.turns_until(lambda: bool(stranger.side._peers and "last" in stranger.side._peers[0].waiting))
-    assert stranger.side._peers[0].held_tokens == WINDOW
+    assert stranger.side._peers[0].held_tokens.total() == WINDOW
 
 
 def test_a_first_prompt_may_be_longer_than_the_window_but_not_than_the_pool(stranger: Stranger) -> None:
@@ -147,14 +147,14 @@ def test_a_decode_side_keeps_to_the_window_whatever_happens(halves: Halves, monk
     most: list[int] = []
     hold = prefill._Peer.hold
 
-    def watched(peer: prefill._Peer, num_tokens: int) -> None:
-        hold(peer, num_tokens)
-        most.append(peer.held_tokens)
+    def watched(peer: prefill._Peer, work: prefill._Work) -> None:
+        hold(peer, work)
+        most.append(max(peer.held_tokens.values()))
 
     monkeypatch.setattr(prefill._Peer, "hold", watched)
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     requests = [
-        Request(id=str(number), prompt_ids=[number + 3] * (16 + 37 * number % 190), params=params)
+        Request(id=str(number), prompt_ids=[number + 3] * (16 + 37 * number % 190), params=params, lane=number % 3)
         for number in range(40)
     ]
     for request in requests:
@@ -170,7 +170,7 @@ def test_a_decode_side_keeps_to_the_window_whatever_happens(halves: Halves, monk
     assert WINDOW - 64 < max(most) <= WINDOW
     (peer,) = halves.prefills[0]._peers
     halves.turn()
-    assert peer.held_tokens == 0
+    assert peer.held_tokens.total() == 0
 
 
 class Impostor:

@@ -49,7 +49,7 @@ said: st.SearchStrategy[Message] = st.one_of(
         lane=counts,
     ),
     st.builds(Cancel, id=names),
-    st.builds(Credit, blocks=counts),
+    st.builds(Credit, blocks=counts, lane=counts),
     st.builds(Offer, id=names, keys=st.lists(st.binary(min_size=16, max_size=16)), hit_tokens=counts),
     st.builds(Want, id=names, first=counts),
     st.builds(Blocks, id=names, first=counts, count=counts, is_last=st.booleans(), data=st.binary()),

@@ -18,6 +18,7 @@ from batchsvc.accounts.administration import LIMITS
 from batchsvc.accounts.tables import ApiKey, ServiceAccount
 from batchsvc.audit.actions import Action
 from batchsvc.audit.actor import Actor
+from batchsvc.audit.queries import newest_detail
 from batchsvc.audit.service import record
 from batchsvc.db.session import database_now_ms
 from batchsvc.errors import InvalidRequestError, NotFoundError
@@ -25,6 +26,7 @@ from batchsvc.errors import InvalidRequestError, NotFoundError
 OVERLAP_S = 86_400
 MOST_LIFE_S = 10 * 365 * 86_400
 MEMBER, NONE = "member", "none"
+_EXPIRES = "expires_in_seconds"  # in a change of a key, and so in its audit row
 
 
 class MadeKey(NamedTuple):
@@ -87,8 +89,8 @@ def change_key(session: Session, actor: Actor, row: ApiKey, changes: Mapping[str
             raise InvalidRequestError(
                 f"An admin key is unrestricted, or has the one scope {scopes.READ_ALL}.", param="scopes"
             )
-    if "expires_in_seconds" in changes:
-        life_s = changes["expires_in_seconds"]
+    if _EXPIRES in changes:
+        life_s = changes[_EXPIRES]
         row.expires_ms = None if life_s is None else database_now_ms(session) + life_s * 1000
     for name in LIMITS:
         if name in changes:
@@ -104,7 +106,8 @@ def change_key(session: Session, actor: Actor, row: ApiKey, changes: Mapping[str
 
 
 def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVERLAP_S) -> MadeKey:
-    """A successor that may do what the key may; the key itself works on for `overlap_s` seconds, if it lives as long.
+    """A successor that may do what the key may, for the life that the key was given; the key itself works on for
+    `overlap_s` seconds, if it lives as long.
 
     Raises InvalidRequestError for a key that has expired, or was rotated before.
     """
@@ -124,7 +127,7 @@ def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVE
     for name in ("scopes", "service_account_id", *LIMITS):
         setattr(made, name, getattr(row, name))
     if row.expires_ms is not None:
-        made.expires_ms = now_ms + (row.expires_ms - row.created_ms)
+        made.expires_ms = now_ms + _life_ms(session, row, row.expires_ms)
     ends_ms = now_ms + overlap_s * 1000
     row.expires_ms = ends_ms if row.expires_ms is None else min(ends_ms, row.expires_ms)
     row.replaced_by_id = made.id
@@ -218,6 +221,13 @@ def delete_account(session: Session, actor: Actor, row: ServiceAccount) -> None:
     for key in queries.keys_of_account(session, row.id):
         revoke_key(session, actor, key.id)
     record(session, actor, Action.SERVICE_ACCOUNT_DELETED, row.id, project_id=row.project_id)
+
+
+def _life_ms(session: Session, row: ApiKey, expires_ms: int) -> int:
+    """What a key that expires was given: when it was made, unless the audit log has a later change. No column has it:
+    what an older version changes meanwhile counts, too."""
+    life_s = newest_detail(session, Action.KEY_UPDATED, row.id, _EXPIRES)
+    return expires_ms - row.created_ms if life_s is None else int(life_s) * 1000
 
 
 def _require_unexpired(session: Session, row: ApiKey) -> None:

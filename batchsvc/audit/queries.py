@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from batchsvc.audit.actions import Action
 from batchsvc.audit.tables import AuditRow
 from batchsvc.db.keyset import Cursor, page
 
@@ -47,3 +49,10 @@ def rows(
     if wanted.to_ms is not None:
         found = found.where(AuditRow.effective_ms < wanted.to_ms)
     return list(session.scalars(page(found, AuditRow.effective_ms, AuditRow.id, cursor, limit, is_ascending)))
+
+
+def newest_detail(session: Session, action: Action, target_id: str, name: str) -> Any:
+    """What the newest of these changes that tells of `name` has set it to; None, if none does."""
+    these = (AuditRow.target_id == target_id, AuditRow.action == action.value)
+    found = select(AuditRow.details).where(*these).order_by(AuditRow.effective_ms.desc(), AuditRow.id.desc())
+    return next((details[name] for details in session.scalars(found) if name in details), None)

@@ -180,16 +180,18 @@ def test_hosts_are_restored_by_the_commands_of_readme(
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_the_secrets_of_the_data_services_are_rotated_by_removing_their_files(
+def test_secrets_are_rotated_by_removing_their_files(
     loopback: Hosts, cli: CommandLine, request: pytest.FixtureRequest
 ) -> None:
-    """In mid-batch: what is half done ends, with the new ones; the old ones open nothing."""
+    """Those of the data services and the admin key, in mid-batch: what is half done ends, with the new ones; the old
+    ones open nothing."""
     deployed = Deployed(loopback, cli, speed=300)
     request.addfinalizer(deployed.close)
     half_id = deployed.submit(96, tokens=20)
     deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
     folder, before = loopback.base / "deploy" / "secrets", dict(deployed.secrets)
-    for name in ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "s3_jwt_key"):
+    old_admin = (folder / "admin_key").read_text().strip()
+    for name in ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "s3_jwt_key", "admin_key"):
         (folder / name).unlink()
     deployed.bring_up()
     assert {name for name in before if deployed.secrets[name] == before[name]} == {"secret_key"}
@@ -204,6 +206,22 @@ def test_the_secrets_of_the_data_services_are_rotated_by_removing_their_files(
         assert not any(secret in path.read_text() for secret in set(before.values()) - set(deployed.secrets.values()))
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         psycopg.connect(before["database_url"])
+    new_admin = (folder / "admin_key").read_text().strip()
+    assert _opens(api, old_admin) and _opens(api, new_admin), "a new one ends no other"
+    here = f"{loopback.base}/{api}/etc/here"
+    listed = json.loads(loopback.on(api, f"{here} admin-keys list --from-env --json").stdout)["data"]
+    assert {row["id"] for row in listed} >= {old_admin[3:11], new_admin[3:11]}
+    revoked = loopback.on(api, f"{here} admin-keys delete {old_admin[3:11]} --from-env")
+    assert revoked.returncode == 0, revoked.stderr
+    assert not _opens(api, old_admin) and _opens(api, new_admin)
+
+
+def _opens(api: str, key: str) -> bool:
+    """Whether a key is one of operators."""
+    headers = {"Authorization": f"Bearer {key}"}
+    status = httpx.get(f"http://{api}:8080/v1/admin/workers", headers=headers, trust_env=False).status_code
+    assert status in (200, 401)
+    return status == 200
 
 
 @pytest.mark.faults

@@ -26,6 +26,9 @@ from batchsvc.deploy.plan import (
 from batchsvc.deploy.probe import TIMEOUT_S
 from batchsvc.deploy.secrets import DigestOf, no_digest
 
+CRON_JOBS = ("batchsvc-backup", "batchsvc-restore")
+CRON_CONTAINER = "backups"  # of both
+
 _SECRETS = "/secrets"
 _HOME = "/var/lib/batchsvc"
 _PORTS = {"postgres": POSTGRES_PORT, "valkey": VALKEY_PORT, "s3": S3_PORT}
@@ -38,8 +41,8 @@ def written(manifests: list[dict[str, Any]]) -> str:
 
 
 def documents(plan: Plan, digest_of: DigestOf = no_digest) -> list[dict[str, Any]]:
-    """All manifests of a deployment but its backups, in the order in which they are applied. Where `digest_of` the
-    files of secrets that a pod reads changes, it is rolled out."""
+    """All manifests of a deployment but its engines and backups, in the order in which they are applied. Where
+    `digest_of` the files of secrets that a pod reads changes, it is rolled out."""
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     found: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": plan.namespace, "labels": restricted}},
@@ -50,7 +53,6 @@ def documents(plan: Plan, digest_of: DigestOf = no_digest) -> list[dict[str, Any
     found.append(_migration(plan))
     found += [_service(plan, "batchsvc-api", plan.api_port), _deployment(plan, "api", replicas=2)]
     found += [_budget(plan, "api"), _deployment(plan, "control", replicas=2), _budget(plan, "control")]
-    found.append(_deployment(plan, "engine", replicas=plan.workers))
     found += [_closed(plan, service) for service in plan.services]
     for each in found:
         if each["kind"] in ("Deployment", "StatefulSet"):
@@ -58,15 +60,24 @@ def documents(plan: Plan, digest_of: DigestOf = no_digest) -> list[dict[str, Any
     return found
 
 
+def engines(plan: Plan, digest_of: DigestOf = no_digest) -> list[dict[str, Any]]:
+    """The engine workers, which are replaced once no API process is older than they: that one would lose the end of a
+    streamed answer of theirs."""
+    deployment = _deployment(plan, "engine", replicas=plan.workers)
+    _annotate(plan, deployment, digest_of)
+    return [deployment]
+
+
 def backups(plan: Plan) -> list[dict[str, Any]]:
     """A volume with a nightly backup into it; and a restore, which only starts as a Job that is made of it."""
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}
     nightly = ["backup", "/backups", "--keep", "14", "--from-env"]
     restore = ["restore", "/backups", "--overwrite", "--from-env"]
+    backup, restored = CRON_JOBS
     return [
         _made(plan, "v1", "PersistentVolumeClaim", "batchsvc-backups", spec=claim),
-        _cron(plan, "batchsvc-backup", nightly, {"schedule": "30 3 * * *", "concurrencyPolicy": "Forbid"}),
-        _cron(plan, "batchsvc-restore", restore, {"schedule": "0 0 1 1 *", "suspend": True}),
+        _cron(plan, backup, nightly, {"schedule": "30 3 * * *", "concurrencyPolicy": "Forbid"}),
+        _cron(plan, restored, restore, {"schedule": "0 0 1 1 *", "suspend": True}),
     ]
 
 
@@ -262,7 +273,7 @@ def _migration(plan: Plan) -> dict[str, Any]:
 
 def _cron(plan: Plan, name: str, command: list[str], when: dict[str, Any]) -> dict[str, Any]:
     resources = {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}
-    spec = _ours(plan, "backups", command, resources=resources) | {"restartPolicy": "Never"}
+    spec = _ours(plan, CRON_CONTAINER, command, resources=resources) | {"restartPolicy": "Never"}
     spec["containers"][0]["volumeMounts"].append({"name": "backups", "mountPath": "/backups"})
     spec["volumes"].append({"name": "backups", "persistentVolumeClaim": {"claimName": "batchsvc-backups"}})
     pod = _pod(name, spec, user=images.UID, grace_s=60)

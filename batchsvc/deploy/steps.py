@@ -65,12 +65,14 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
 def write_k8s(plan: Plan, folder: Path) -> list[str]:
     """Write the manifests, Dockerfile and secrets; returns the commands."""
     secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
-    documents = k8s.documents(plan, partial(digest, folder / "secrets"))
-    _write(folder / "batchsvc.yaml", k8s.written(documents))
+    digest_of = partial(digest, folder / "secrets")
+    _write(folder / "batchsvc.yaml", k8s.written(k8s.documents(plan, digest_of)))
+    _write(folder / "engines.yaml", k8s.written(k8s.engines(plan, digest_of)))
     _write(folder / "backups.yaml", k8s.written(k8s.backups(plan)))  # applied by whoever has a volume for them
     for file, text in images.files(plan).items():
         _write(folder / file, text)
-    kubectl, path = f"kubectl -n {plan.namespace}", shlex.quote(str(folder / "batchsvc.yaml"))
+    kubectl = f"kubectl -n {plan.namespace}"
+    path, engines = (shlex.quote(str(folder / name)) for name in ("batchsvc.yaml", "engines.yaml"))
     sources = " ".join(f"--from-file={shlex.quote(str(file))}" for name, file in secrets.items() if name != _ADMIN)
     run = f"{kubectl} exec deploy/batchsvc-api -- batchsvc"
     return [
@@ -81,7 +83,12 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
         f"{kubectl} create secret generic batchsvc {sources} --dry-run=client -o yaml | {kubectl} apply -f -",
         f"kubectl apply -f {path}",
         f"{kubectl} wait --for=condition=complete job/{k8s.migration_name(plan)} --timeout=300s",
+        # backups that were applied would refuse the new schema each night; nothing else of them is touched: schedule
+        # and volume may be whoever's who operates this
+        f"for job in $({kubectl} get cronjob -l 'app.kubernetes.io/name in ({', '.join(k8s.CRON_JOBS)})' -o name); do "
+        f'{kubectl} set image "$job" {k8s.CRON_CONTAINER}={plan.image}; done',
         f"{kubectl} rollout status deploy/batchsvc-api --timeout=300s",
+        f"kubectl apply -f {engines}",
         f"{run} models add {plan.model} --from-env",
         _admin_key(run, folder),
     ]
@@ -94,8 +101,8 @@ def _with_slash(place: Path) -> str:
 
 def _for_scp(login: str) -> str:
     """scp takes what follows a colon for a path, unless the address is in brackets."""
-    user, at, host = login.rpartition("@")
-    return f"{user}{at}[{host}]" if ":" in host else login
+    user, sign, host = login.rpartition("@")
+    return f"{user}{sign}[{host}]" if ":" in host else login
 
 
 def _admin_key(program: str, folder: Path) -> str:

@@ -81,16 +81,24 @@ def test_containers_are_no_root_can_gain_nothing_and_get_secrets_by_file(plan: P
 @pytest.mark.parametrize("version", K8S_VERSIONS)
 @pytest.mark.parametrize("plan", PLANS, ids=["cpu", "cuda", "managed"])
 def test_every_manifest_follows_the_strict_schema_of_its_kind(plan: Plan, version: str) -> None:
-    documents = [
-        one for part in (k8s.documents(plan), k8s.backups(plan)) for one in yaml.safe_load_all(k8s.written(part))
-    ]
-    assert documents == [*k8s.documents(plan), *k8s.backups(plan)]
+    documents = [one for part in (all_of(plan), k8s.backups(plan)) for one in yaml.safe_load_all(k8s.written(part))]
+    assert documents == [*all_of(plan), *k8s.backups(plan)]
     for document in documents:
         kubernetes_validate.validate(document, version, strict=True)
     wrong = copy.deepcopy(next(each for each in documents if each["kind"] == "Deployment"))
     wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, version, strict=True)
+
+
+def all_of(plan: Plan) -> list[dict[str, Any]]:
+    return [*k8s.documents(plan), *k8s.engines(plan)]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The manifests that were written, without backups."""
+    files = [folder / f"{name}.yaml" for name in ("batchsvc", "engines")]
+    return [one for file in files for one in yaml.safe_load_all(file.read_text())]
 
 
 def pods(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -102,7 +110,7 @@ def pods(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any],
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_pods_are_no_root_are_probed_and_get_time_to_drain(device: Device) -> None:
     plan = Plan(device=device, term_grace_s=600, workers=3)
-    documents = k8s.documents(plan)
+    documents = all_of(plan)
     seen = {name: spec for name, _, spec in pods(documents)}
     migration = k8s.migration_name(plan)
     assert set(seen) == {
@@ -159,7 +167,7 @@ def test_an_engine_gets_the_memory_that_its_model_takes(tmp_path: Path, image: s
     argv = ["deploy", "k8s", "--to", str(tmp_path), "--image", image, "--engine-memory", "160Gi"]
     written = CliRunner().invoke(app, argv)
     assert written.exit_code == 0, written.output
-    specs = {name: spec for name, _, spec in pods(list(yaml.safe_load_all((tmp_path / "batchsvc.yaml").read_text())))}
+    specs = {name: spec for name, _, spec in pods(read(tmp_path))}
     resources = specs["batchsvc-engine"]["containers"][0]["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "160Gi"
     assert specs["batchsvc-api"]["containers"][0]["image"] == image
@@ -176,7 +184,7 @@ def test_other_settings_are_rolled_out_to_every_pod_that_reads_them() -> None:
     """A pod reads its settings at its start alone."""
 
     def templates(plan: Plan) -> dict[str, Any]:
-        kinds = [each for each in k8s.documents(plan) if each["kind"] in ("Deployment", "StatefulSet")]
+        kinds = [each for each in all_of(plan) if each["kind"] in ("Deployment", "StatefulSet")]
         return {each["metadata"]["name"]: each["spec"]["template"] for each in kinds}
 
     before, after = templates(Plan()), templates(Plan(extra={"BATCHSVC_LEASE_S": "30"}))
@@ -197,8 +205,7 @@ def test_a_rotated_secret_starts_anew_what_reads_it(tmp_path: Path, removed: str
         steps.write_compose(Plan(workers=2), tmp_path / "compose")
         steps.write_k8s(Plan(), tmp_path / "k8s")
         services = yaml.safe_load((tmp_path / "compose" / "compose.yaml").read_text())["services"]
-        manifests = yaml.safe_load_all((tmp_path / "k8s" / "batchsvc.yaml").read_text())
-        kinds = [each for each in manifests if each["kind"] in ("Deployment", "StatefulSet")]
+        kinds = [each for each in read(tmp_path / "k8s") if each["kind"] in ("Deployment", "StatefulSet")]
         return services, {each["metadata"]["name"].removeprefix("batchsvc-"): each["spec"] for each in kinds}
 
     first = written()
@@ -212,39 +219,76 @@ def test_a_rotated_secret_starts_anew_what_reads_it(tmp_path: Path, removed: str
         assert of_data is None or changed - {"api", "control", "engine"} == of_data
 
 
-@pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
-def test_the_printed_commands_may_be_run_again(tmp_path: Path, write: Callable[[Plan, Path], list[str]]) -> None:
-    """Fakes of docker and kubectl refuse to make twice what is there; the admin key is made once, and stays closed."""
-    there, calls = tmp_path / "there", tmp_path / "calls"
+def run(commands: list[str], programs: Path) -> list[str]:
+    """What docker and kubectl were told; fakes of them, which refuse to make twice what is there."""
+    there, calls = programs / "there", programs / "calls"
     fake = f"""#!/bin/sh
-echo "$0 $*" >> {calls}
+echo "${{0##*/}} $*" >> {calls}
 case "$*" in
 *"create secret"*--dry-run=client*) echo kind: Secret ;;
 *"get namespace"*) [ -e {there} ] ;;
 *"keys create"*) echo key-$(wc -l < {calls}) ;;
 *"create namespace"*|*"create secret"*) [ ! -e {there} ] && touch {there} ;;
+*"get cronjob"*) [ ! -e {programs / "backups"} ] || printf 'cronjob.batch/batchsvc-%s\\n' backup restore ;;
 esac
 """
     for name in ("docker", "kubectl"):
-        (tmp_path / name).write_text(fake)
-        (tmp_path / name).chmod(0o755)
+        (programs / name).write_text(fake)
+        (programs / name).chmod(0o755)
+    calls.write_text("")
+    env = {"PATH": f"{programs}:/usr/bin:/bin"}
+    script = "\n".join(["set -eu", *commands])
+    done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
+def test_the_printed_commands_may_be_run_again(tmp_path: Path, write: Callable[[Plan, Path], list[str]]) -> None:
+    """The admin key is made once, and stays closed."""
     key = tmp_path / "to" / "secrets" / "admin_key"
     seen = []
     for _ in range(2):
-        script = "\n".join(["set -eu", *write(Plan(), tmp_path / "to")])
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        run(write(Plan(), tmp_path / "to"), tmp_path)
         seen.append((key.read_text(), key.stat().st_mode & 0o777))
     assert seen[0] == seen[1]
     assert seen[0][1] == 0o600
+
+
+def test_an_upgrade_in_kubernetes_replaces_the_api_before_engines_and_takes_the_backups_along(tmp_path: Path) -> None:
+    """An old API process loses the end of a new worker's stream; an old backup refuses a new schema, each night."""
+    plan, folder = Plan(image="batchsvc:2"), tmp_path / "to"
+    ours = [
+        f"kubectl apply -f {folder}/batchsvc.yaml",
+        f"kubectl -n batchsvc wait --for=condition=complete job/{k8s.migration_name(plan)} --timeout=300s",
+        "kubectl -n batchsvc rollout status deploy/batchsvc-api --timeout=300s",
+        f"kubectl apply -f {folder}/engines.yaml",
+    ]
+    kinds = ("kubectl apply -f /", "kubectl -n batchsvc wait", "kubectl -n batchsvc rollout", "kubectl -n batchsvc set")
+    told = run(steps.write_k8s(plan, folder), tmp_path)
+    assert [line for line in told if line.startswith(kinds)] == ours, "there are no backups"
+    for name, holds in (("batchsvc", False), ("engines", True)):
+        documents = list(yaml.safe_load_all((folder / f"{name}.yaml").read_text()))
+        assert ("batchsvc-engine" in {one["metadata"]["name"] for one in documents}) is holds
+    (tmp_path / "backups").touch()
+    told = run(steps.write_k8s(plan, folder), tmp_path)
+    jobs = k8s.backups(plan)[1:]
+    containers = [job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"] for job in jobs]
+    assert [line for line in told if line.startswith(kinds)] == [
+        *ours[:2],
+        *(
+            f"kubectl -n batchsvc set image cronjob.batch/{job['metadata']['name']} {container['name']}=batchsvc:2"
+            for job, [container] in zip(jobs, containers, strict=True)
+        ),
+        *ours[2:],
+    ]
 
 
 def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:
     plan = Plan()
     printed = steps.write_k8s(plan, tmp_path)
     made = {path.name for path in (tmp_path / "secrets").iterdir()}
-    for _, _, spec in pods(k8s.documents(plan)):
+    for _, _, spec in pods(all_of(plan)):
         for volume in spec["volumes"]:
             assert {item["key"] for item in volume.get("secret", {}).get("items", [])} <= made
     assert set(yaml.safe_load(compose.compose_file(plan))["secrets"]) <= made
@@ -313,7 +357,7 @@ def test_probes_are_more_patient_than_what_they_ask() -> None:
     for name in ("api", "control", "engine"):
         assert float(services[name]["healthcheck"]["timeout"].removesuffix("s")) > probe.TIMEOUT_S
     assert services["engine"]["healthcheck"]["start_period"] == "3600s"
-    for name, _, spec in pods(k8s.documents(Plan())):
+    for name, _, spec in pods(all_of(Plan())):
         for kind in ("readinessProbe", "livenessProbe"):
             if name.startswith("batchsvc-") and (asked := spec["containers"][0].get(kind)):
                 assert asked["timeoutSeconds"] == probe.TIMEOUT_S
@@ -362,7 +406,7 @@ def test_backups_and_restores_are_jobs_with_a_volume_and_flags_that_exist() -> N
 def test_what_readme_says_to_kubectl_and_compose_exists() -> None:
     text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     kinds = {"deploy": "Deployment", "cronjob": "CronJob"}
-    there = {(one["kind"], one["metadata"]["name"]) for one in (*k8s.documents(Plan()), *k8s.backups(Plan()))}
+    there = {(one["kind"], one["metadata"]["name"]) for one in (*all_of(Plan()), *k8s.backups(Plan()))}
     named = {(kinds[kind], name) for kind, name in re.findall(r"\b(deploy|cronjob)/(batchsvc-[a-z]+)\b", text)}
     assert named == {one for one in there if one[0] in kinds.values()}
     (scaled,) = re.findall(r"scale (.+) --replicas 0", text)

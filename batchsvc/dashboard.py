@@ -1,6 +1,7 @@
 """A Grafana dashboard of a deployment, as JSON to import: work, deadlines, engines, money, and the processes.
 
-Panels come in rows of three. The data source is chosen in Grafana (a variable), so nothing of a deployment stands here.
+Panels come in rows of three. Legends end with the digest of a model, since all that belong to one project are named
+`private`. The data source is chosen in Grafana (a variable), so nothing of a deployment stands here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Panel:
     lines: tuple[tuple[str, str], ...]
 
 
-def _quantile(share: float, name: str, by: str = "model, lane") -> str:
+def _quantile(share: float, name: str, by: str = "model, model_digest, lane") -> str:
     return f"histogram_quantile({share}, sum by (le, {by}) (rate({name}_bucket[5m])))"
 
 
@@ -45,93 +46,120 @@ PANELS = (
         title="Units",
         unit="short",
         lines=(
-            ("max by (model) (batchsvc_units_claimable)", "{{model}} claimable"),
-            ("max by (model) (batchsvc_units_leased)", "{{model}} leased"),
-            ("max by (model) (batchsvc_units_suspect)", "{{model}} suspect"),
+            ("max by (model, model_digest) (batchsvc_units_claimable)", "{{model}} claimable {{model_digest}}"),
+            ("max by (model, model_digest) (batchsvc_units_leased)", "{{model}} leased {{model_digest}}"),
+            ("max by (model, model_digest) (batchsvc_units_suspect)", "{{model}} suspect {{model_digest}}"),
         ),
     ),
     Panel(
         title="Deadline slack",
         unit="s",
-        lines=(("min by (tier, model) (batchsvc_deadline_slack_seconds)", "{{tier}} {{model}}"),),
+        lines=(
+            (
+                "min by (tier, model, model_digest) (batchsvc_deadline_slack_seconds)",
+                "{{tier}} {{model}} {{model_digest}}",
+            ),
+        ),
     ),
     Panel(
         title="Backlog and age of the oldest claimable work",
         unit="s",
         lines=(
-            ("max by (model) (batchsvc_backlog_seconds)", "{{model}} backlog"),
-            ("max by (model) (batchsvc_claimable_age_seconds)", "{{model}} age"),
+            ("max by (model, model_digest) (batchsvc_backlog_seconds)", "{{model}} backlog {{model_digest}}"),
+            ("max by (model, model_digest) (batchsvc_claimable_age_seconds)", "{{model}} age {{model_digest}}"),
         ),
     ),
     Panel(
         title="Lines a second",
         unit="short",
         lines=(
-            ("max by (model, outcome) (rate(batchsvc_lines_total[5m]))", "{{model}} {{outcome}}"),
+            (
+                "max by (model, model_digest, outcome) (rate(batchsvc_lines_total[5m]))",
+                "{{model}} {{outcome}} {{model_digest}}",
+            ),
             ("sum by (outcome) (rate(batchsvc_unrun_lines_total[5m]))", "unrun {{outcome}}"),
         ),
     ),
     Panel(
         title="Billed tokens a second",
         unit="short",
-        lines=(("max by (model, kind) (rate(batchsvc_line_tokens_total[5m]))", "{{model}} {{kind}}"),),
+        lines=(
+            (
+                "max by (model, model_digest, kind) (rate(batchsvc_line_tokens_total[5m]))",
+                "{{model}} {{kind}} {{model_digest}}",
+            ),
+        ),
     ),
     Panel(
         title="Generated tokens a second",
         unit="short",
-        lines=(("max by (model, lane) (batchsvc_output_tokens_per_second)", "{{model}} {{lane}}"),),
+        lines=(
+            (
+                "max by (model, model_digest, lane) (batchsvc_output_tokens_per_second)",
+                "{{model}} {{lane}} {{model_digest}}",
+            ),
+        ),
     ),
     Panel(
         title="Speed of an answer (tokens a second)",
         unit="short",
         lines=(
-            (_quantile(0.5, "batchsvc_answer_tokens_per_second"), "{{model}} {{lane}} median"),
-            (_quantile(0.05, "batchsvc_answer_tokens_per_second"), "{{model}} {{lane}} slowest 5 %"),
+            (_quantile(0.5, "batchsvc_answer_tokens_per_second"), "{{model}} {{lane}} median {{model_digest}}"),
+            (_quantile(0.05, "batchsvc_answer_tokens_per_second"), "{{model}} {{lane}} slowest 5 % {{model_digest}}"),
         ),
     ),
     Panel(
         title="Time to the first token",
         unit="s",
         lines=(
-            (_quantile(0.5, "batchsvc_ttft_seconds"), "{{model}} {{lane}} median"),
-            (_quantile(0.99, "batchsvc_ttft_seconds"), "{{model}} {{lane}} p99"),
+            (_quantile(0.5, "batchsvc_ttft_seconds"), "{{model}} {{lane}} median {{model_digest}}"),
+            (_quantile(0.99, "batchsvc_ttft_seconds"), "{{model}} {{lane}} p99 {{model_digest}}"),
         ),
     ),
     Panel(
         title="Time between tokens",
         unit="s",
-        lines=((_quantile(0.99, "batchsvc_inter_token_seconds"), "{{model}} {{lane}} p99"),),
+        lines=((_quantile(0.99, "batchsvc_inter_token_seconds"), "{{model}} {{lane}} p99 {{model_digest}}"),),
     ),
     Panel(
         title="Time of a step",
         unit="s",
         lines=(
-            (_quantile(0.5, "batchsvc_step_seconds", "model"), "{{model}} median"),
-            (_quantile(0.99, "batchsvc_step_seconds", "model"), "{{model}} p99"),
+            (_quantile(0.5, "batchsvc_step_seconds", "model, model_digest"), "{{model}} median {{model_digest}}"),
+            (_quantile(0.99, "batchsvc_step_seconds", "model, model_digest"), "{{model}} p99 {{model_digest}}"),
         ),
     ),
     Panel(
         title="Sequences",
         unit="short",
         lines=(
-            ("max by (model, lane) (batchsvc_requests_running)", "{{model}} {{lane}} running"),
-            ("max by (model, lane) (batchsvc_requests_waiting)", "{{model}} {{lane}} waiting"),
+            (
+                "max by (model, model_digest, lane) (batchsvc_requests_running)",
+                "{{model}} {{lane}} running {{model_digest}}",
+            ),
+            (
+                "max by (model, model_digest, lane) (batchsvc_requests_waiting)",
+                "{{model}} {{lane}} waiting {{model_digest}}",
+            ),
         ),
     ),
     Panel(
         title="KV cache in use, prefix hits",
         unit="percentunit",
         lines=(
-            ("max by (model) (batchsvc_kv_used_ratio)", "{{model}} KV"),
-            ("max by (model) (batchsvc_prefix_hit_ratio)", "{{model}} hits"),
+            ("max by (model, model_digest) (batchsvc_kv_used_ratio)", "{{model}} KV {{model_digest}}"),
+            ("max by (model, model_digest) (batchsvc_prefix_hit_ratio)", "{{model}} hits {{model_digest}}"),
         ),
     ),
     Panel(
         title="Workers, and the share of their time that they compute",
         unit="short",
         lines=(
-            ("max by (model) (batchsvc_workers_live)", "{{model}} workers"),
-            ("max by (model) (rate(batchsvc_engine_busy_seconds_total[5m]))", "{{model}} busy"),
+            ("max by (model, model_digest) (batchsvc_workers_live)", "{{model}} workers {{model_digest}}"),
+            (
+                "max by (model, model_digest) (rate(batchsvc_engine_busy_seconds_total[5m]))",
+                "{{model}} busy {{model_digest}}",
+            ),
         ),
     ),
     Panel(

@@ -47,7 +47,8 @@ class SqlGauges(Collector):
             statuses = queries.batches_by_status(session)
             demands = scaling_queries.demands(session, self._night, self._renew_s)
             names = queries.labels_by_digest(session)
-            able = switch_queries.able(session, alive_since_ms(session, self._renew_s))
+            since_ms = alive_since_ms(session, self._renew_s)
+            able = switch_queries.able(session, since_ms, with_draining=True)  # whoever drained them knows (alerts.py)
         batches = GaugeMetricFamily("batchsvc_batches", "Batches by status.", labels=["status"])
         for status in Status:
             batches.add_metric([status], statuses.get(status, 0))
@@ -60,7 +61,7 @@ class SqlGauges(Collector):
         live = GaugeMetricFamily("batchsvc_workers_live", "Engine workers that are alive.", labels=_MODEL_LABELS)
         serving = GaugeMetricFamily(
             "batchsvc_workers_serving",
-            "Engine workers that are alive and serve the model, now or in turn with others.",
+            "Engine workers that are alive and serve the model, now or in turn with others, be they drained.",
             labels=_MODEL_LABELS,
         )
         for demand in demands:

@@ -1,9 +1,9 @@
 """A small Prometheus for tests: keeps scrapes of /metrics with their times, and evaluates an expression over them.
 
 The parser is the Rust one of Prometheus' own grammar (promql-parser); evaluated is the part of the language that our
-rules use: selectors, ranges, `increase` and `rate` (the growth over the samples in the range, resets counted, without
-extrapolation to its edges), `time`, aggregations with `by`, arithmetic, comparisons, `and`, `or`, `unless`. Anything
-else raises, so that no rule is believed that wasn't understood.
+rules use: selectors, ranges, `max_over_time`, `increase` and `rate` (the growth over the samples in the range, resets
+counted, without extrapolation to its edges), `time`, aggregations with `by`, arithmetic, comparisons, `and`, `or`,
+`unless`. Anything else raises, so that no rule is believed that wasn't understood.
 """
 
 from __future__ import annotations
@@ -92,18 +92,19 @@ class Prometheus:
     def _call(self, node: Any, at_s: float) -> Value:
         if node.func.name == "time":
             return float(at_s)
-        if node.func.name not in ("increase", "rate"):
+        if node.func.name not in ("increase", "rate", "max_over_time"):
             raise NotImplementedError(node.func.name)
         (matrix,) = node.args
         range_s = matrix.range.total_seconds()
         divisor = range_s if node.func.name == "rate" else 1.0
-        grown = {
-            _unnamed(labels): _growth(
+        over: Callable[[list[float]], float | None] = _most if node.func.name == "max_over_time" else _growth
+        found = {
+            _unnamed(labels): over(
                 [value for at, value in samples if value is not None and at_s - range_s <= at <= at_s]
             )
             for labels, samples in self._selected(matrix.vector_selector)
         }
-        return {labels: value / divisor for labels, value in grown.items() if value is not None}
+        return {labels: value / divisor for labels, value in found.items() if value is not None}
 
     def _aggregate(self, node: Any, at_s: float) -> Value:
         vector = self._value(node.expr, at_s)
@@ -188,6 +189,10 @@ def _unnamed(labels: Labels) -> Labels:
 def _last(samples: list[tuple[float, float | None]], since_s: float, until_s: float) -> float | None:
     found = [value for at_s, value in samples if since_s < at_s <= until_s]
     return found[-1] if found else None
+
+
+def _most(values: list[float]) -> float | None:
+    return max(values, default=None)
 
 
 def _growth(values: list[float]) -> float | None:

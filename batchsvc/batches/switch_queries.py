@@ -81,11 +81,12 @@ def wanted(session: Session, names: Iterable[str], own: Sequence[str]) -> list[s
     return kept + added or list(own[:1])
 
 
-def able(session: Session, since_ms: int) -> dict[str, list[Worker]]:
-    """Workers that are alive and take work, by the digests of all that they serve in turn."""
+def able(session: Session, since_ms: int, *, with_draining: bool = False) -> dict[str, list[Worker]]:
+    """Workers that are alive and take work, by the digests of all that they serve in turn; if asked for, also those
+    that take none because they were drained, or end."""
     found: dict[str, list[Worker]] = {}
     for worker in worker_queries.alive(session, since_ms):
-        if worker.is_draining and worker.switching_to is None:
+        if worker.is_draining and worker.switching_to is None and not with_draining:
             continue
         for digest in {worker.model_digest, *(worker.models or [])}:
             found.setdefault(digest, []).append(worker)

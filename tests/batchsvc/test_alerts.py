@@ -46,6 +46,9 @@ def test_the_rules_are_yaml_that_prometheus_reads() -> None:
         assert rule["annotations"]["summary"] == alert.says and alert.name in rule["annotations"]["runbook"]
         used = set(re.findall(r"\$labels\.(\w+)", alert.says))
         assert used <= set(re.findall(r"\w+", alert.expr)) | {"instance"}, "a label that the expression drops is empty"
+        assert ("model" in used) == ("model_digest" in used), (
+            "the label `model` of all projects' own models is the same"
+        )
 
 
 def test_the_dashboard_is_what_grafana_imports() -> None:
@@ -59,7 +62,9 @@ def test_the_dashboard_is_what_grafana_imports() -> None:
             assert names_in(target["expr"]), target
             legend = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
             by = re.search(r"by \(([^)]*)\)", target["expr"])
-            assert legend <= set(re.split(r", ?", by[1]) if by else [])
+            kept = set(re.split(r", ?", by[1]) if by else [])
+            assert legend == kept - {"le"}, "else several lines are one, or look like it"
+            assert ("model" in kept) == ("model_digest" in kept), "models of projects are all named `private`"
 
 
 def test_the_runbook_has_one_entry_for_each_alert() -> None:
@@ -160,10 +165,54 @@ def test_the_scrape_configuration_of_readme_is_yaml_with_a_key_for_each_job() ->
     assert ports == {"batchsvc-api": {str(api)}, "batchsvc-control": {str(SIGNALS_PORT)}, "batchsvc-engine": engines}
 
 
+def fires(name: str, prometheus: Prometheus, at_s: float) -> bool:
+    (expr,) = (alert.expr for alert in ALERTS if alert.name == name)
+    return bool(prometheus.query(expr, at_s))
+
+
+@pytest.mark.parametrize("num_apis", [1, 3])
+def test_error_lines_are_counted_once_by_however_many_processes_they_are_shown(num_apis: int) -> None:
+    def shown(ok: int, error: int) -> bool:
+        prometheus = Prometheus()
+        for at_s, ended in ((100, (0, 0)), (160, (ok, error))):
+            for api in range(num_apis):
+                labels = 'model="m",model_digest="d"'
+                lines = zip(("ok", "error"), ended, strict=True)
+                text = "".join(f'batchsvc_lines_total{{{labels},outcome="{kind}"}} {num}\n' for kind, num in lines)
+                prometheus.take(f"# TYPE batchsvc_lines counter\n{text}", at_s, instance=f"api-{api}")
+        return fires("BatchsvcErrorLines", prometheus, 170)
+
+    assert not shown(10, 10), "too few to tell"
+    assert shown(11, 10) and shown(32, 9)
+    assert not shown(40, 9), "less than a fifth"
+
+
+@pytest.mark.parametrize(
+    ("live", "serving", "leased", "age_s", "is_news"),
+    [
+        (1, 1, {0: 0, 4000: 0}, 700, True),
+        (1, 1, {0: 0, 4000: 1}, 700, False),
+        (1, 1, {0: 0, 4000: 0}, 500, False),
+        (0, 1, {0: 0, 4000: 0}, 700, False),  # its worker serves another model: its turn comes
+        (0, 1, {0: 0, 2000: 3, 4000: 0}, 3700, False),  # its turn came and will come again
+        (0, 1, {0: 0, 2000: 0, 4000: 0}, 3700, True),  # it doesn't come: no worker can load it, or all are drained
+        (0, 0, {0: 0, 2000: 0, 4000: 0}, 3700, False),  # that is what BatchsvcNoWorker tells
+    ],
+)
+def test_work_that_nobody_begins(live: int, serving: int, leased: dict[int, int], age_s: int, is_news: bool) -> None:
+    prometheus = Prometheus()
+    for at_s, num in leased.items():
+        shown = {"workers_live": live, "workers_serving": serving, "units_leased": num, "claimable_age_seconds": age_s}
+        samples = (f'batchsvc_{name}{{model="m",model_digest="d"}} {value}\n' for name, value in shown.items())
+        prometheus.take("".join(samples), at_s, instance="api")
+    assert fires("BatchsvcWorkNotStarting", prometheus, 4001) == is_news
+
+
 @pytest.mark.parametrize(
     ("expr", "expected"),
     [
         ("x", {"a": 3.0, "b": 5.0}),
+        ("max_over_time(c_total[60s])", {"a": 5.0}),
         ("max(x) > 4", {"": 5.0}),
         ("max(x) > 5", {}),
         ('sum by (i) (x{i=~"a|b", i!="b"})', {"a": 3.0}),

@@ -83,12 +83,17 @@ def test_a_model_of_one_project_has_no_name_here(door: Door) -> None:
 
 
 def test_workers_that_serve_a_model_in_turn_count_as_its_workers(door: Door) -> None:
-    client = door.client()
+    client = door.client(renew_s=600)  # however long this takes, they are alive
     assert Shown(client)("workers_serving", model=MODEL) == 0
     place = worker_queries.Place(name="w", models=("f" * 64, DIGEST))
     door.db.run(lambda session: worker_queries.register(session, "w:1:a", "f" * 64, place))
     shown = Shown(client)
     assert (shown("workers_live", model=MODEL), shown("workers_serving", model=MODEL)) == (0, 1), "it has its turn"
+    door.db.run(lambda session: hold_queries.hold(session, hold_queries.WORKER + "w", "new disks"))
+    door.db.run(
+        lambda session: worker_queries.beat(session, "w:1:a", "f" * 64, is_draining=False, stats={}, place=place)
+    )
+    assert Shown(client)("workers_serving", model=MODEL) == 1, "nobody has to be woken to start one"
 
 
 def test_work_that_waits_for_the_night_has_no_age(door: Door) -> None:

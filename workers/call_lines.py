@@ -22,8 +22,8 @@ from redis.retry import Retry
 
 from batchsvc.interactive import wire
 from batchsvc.interactive.wire import Alive
+from batchsvc.threads import WorkThread
 from workers.interactive import CallSource, Said
-from workers.thread import WorkThread
 
 _TIMEOUT_S = 2.0
 _BLOCK_MS = 200

@@ -24,10 +24,10 @@ from batchsvc.db.session import Database, database_now_ms
 from batchsvc.errors import NotFoundError, ServiceError, UnavailableError
 from batchsvc.store import keys
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import WorkThread
 from workers import objects
 from workers.breaker import Breaker, Way
 from workers.seams import LeasesOf, PartsOf
-from workers.thread import WorkThread
 from workers.translate import open_rows, to_expectation
 from workers.units import UnitSource
 

@@ -24,8 +24,8 @@ from batchsvc.batches.unit_queries import Claim, RenewedUnit
 from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
+from batchsvc.threads import WorkThread
 from workers.breaker import Breaker
-from workers.thread import WorkThread
 
 _SELF_FENCE = 5 / 6  # of the lease
 _LOOK_S = 0.8  # how often stopped batches are looked for, at least

@@ -19,11 +19,11 @@ import structlog
 
 from batchsvc import logs
 from batchsvc.clock import monotonic_s
+from batchsvc.threads import WorkThread
 from engine.errors import DeviceError, EngineError, RequestError
 from engine.request import Completion, Expectation, NewText, Request, StepOutput
 from workers.exits import WorkerExit
 from workers.generated import Generated, Growing
-from workers.thread import WorkThread
 
 log = structlog.get_logger(__name__)
 

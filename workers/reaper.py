@@ -25,7 +25,6 @@ done.
 from __future__ import annotations
 
 import socket
-import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -64,9 +63,9 @@ from batchsvc.files import service as files
 from batchsvc.files import upload_service as uploads
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import LastingThread
 from workers import poison
 from workers.sweeper import Sweeper
-from workers.thread import WorkThread
 
 _TICKETS_AT_ONCE = 1_000
 _DELETE_AT_ONCE = 500
@@ -114,18 +113,17 @@ class Reaper:
         self._plan_hints: Counter[str] = Counter()
         self._finalize_hints: Counter[str] = Counter()
         self._quote_hints: Counter[str] = Counter()
-        self._stopped = threading.Event()
+        self._thread = LastingThread("reaper", self._turn)
+        self._stopped = self._thread.stopped
         self._sweeper = Sweeper(settings, db, store)
         self._num_overdue = 0
-        self._thread = WorkThread("reaper", self._run, self._crashed)
 
     def start(self) -> None:
         self._sweeper.start()
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._thread.stop()
         self._sweeper.stop()
 
     def tick(self) -> None:
@@ -186,8 +184,8 @@ class Reaper:
             log.error("batch.differs", batch=batch_id, difference=str(difference), of=report.num_differences)
         self._db.run(lambda session: reconcile_sample_queries.note(session, batch_id, report))
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._wait_s()):
+    def _turn(self) -> None:
+        if not self._stopped.wait(self._wait_s()):
             self.tick()
 
     def _wait_s(self) -> float:
@@ -199,12 +197,6 @@ class Reaper:
         except DBAPIError:
             return period_s
         return period_s if seal_ms is None else max(_LEAST_WAIT_S, min(period_s, seal_ms / 1000))
-
-    def _crashed(self, error: Exception) -> None:
-        log.error("reaper.crashed", **logs.where(error))
-        self._thread = WorkThread("reaper", self._run, self._crashed)
-        if not self._stopped.is_set():
-            self._thread.start()
 
     def _leases(self) -> None:
         """When the database was away it was so for the workers too: they get a lease's time to say that they live."""

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from batchsvc import logs
 from batchsvc.errors import ServiceError
-from workers.thread import WorkThread
+from batchsvc.threads import WokenThread
 
 C = TypeVar("C")
 
@@ -29,11 +29,10 @@ class Senders(ABC, Generic[C]):
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
-        self._is_awake = threading.Event()
-        self._stopped = threading.Event()
+        self._thread = WokenThread(name, self._hand_out)
+        self._stopped = self._thread.stopped
         self._free = threading.Semaphore(most)
         self._pool = ThreadPoolExecutor(most, thread_name_prefix=name)
-        self._thread = WorkThread(name, self._run, self._crashed)
 
     @abstractmethod
     def _look(self) -> int:
@@ -52,13 +51,11 @@ class Senders(ABC, Generic[C]):
 
     def wake(self) -> None:
         """Look for what is due. Returns at once."""
-        self._is_awake.set()
+        self._thread.wake()
 
     def stop(self) -> None:
         """End when what is on its way has."""
-        self._stopped.set()
-        self._is_awake.set()
-        self._thread.join()
+        self._thread.stop()
         self._pool.shutdown()
 
     def send_due(self) -> int:
@@ -69,27 +66,16 @@ class Senders(ABC, Generic[C]):
             made += self._serve(claimed)
         return made
 
-    def _run(self) -> None:
-        while True:
-            self._is_awake.wait()
-            self._is_awake.clear()
-            if self._stopped.is_set():
-                return
-            try:
-                due = self._look()
-            except (ServiceError, DBAPIError, OSError) as error:
-                log.warning(f"{self._name}.failed", **logs.where(error))
-                continue
-            for _ in range(min(due, self._most)):
-                if not self._free.acquire(blocking=False):
-                    break
-                self._pool.submit(self._send)
-
-    def _crashed(self, error: Exception) -> None:
-        log.error(f"{self._name}.crashed", **logs.where(error))
-        self._thread = WorkThread(self._name, self._run, self._crashed)
-        if not self._stopped.is_set():
-            self._thread.start()
+    def _hand_out(self) -> None:
+        try:
+            due = self._look()
+        except (ServiceError, DBAPIError, OSError) as error:
+            log.warning(f"{self._name}.failed", **logs.where(error))
+            return
+        for _ in range(min(due, self._most)):
+            if not self._free.acquire(blocking=False):
+                break
+            self._pool.submit(self._send)
 
     def _send(self) -> None:
         """Serve one claim after the other until nothing is due."""

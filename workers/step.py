@@ -37,6 +37,7 @@ from batchsvc.db.session import Database
 from batchsvc.dispatch import Dispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import WorkThread
 from engine.config import Formats, fingerprint
 from workers.breaker import Breaker
 from workers.call_lines import CallLines
@@ -46,7 +47,6 @@ from workers.interactive import CallSource
 from workers.lease import Beat, LeaseKeeper
 from workers.pump import EngineLike, Pump
 from workers.switching import Switcher
-from workers.thread import WorkThread
 from workers.units import UnitSource
 from workers.writer import Writer
 

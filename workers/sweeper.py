@@ -9,8 +9,6 @@ A tick of the reaper wakes it. Each step is right to repeat and right to run in 
 
 from __future__ import annotations
 
-import threading
-
 import structlog
 from sqlalchemy.exc import DBAPIError
 
@@ -20,9 +18,9 @@ from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import WokenThread
 from workers.garbage import Collector
 from workers.purge import Purger
-from workers.thread import WorkThread
 
 log = structlog.get_logger(__name__)
 
@@ -31,26 +29,23 @@ class Sweeper:
     """The sweeper of one control process. `wake` is for every tick, `sweep` does what is due here and now."""
 
     def __init__(self, settings: Settings, db: Database, store: ObjectStore) -> None:
-        self._is_awake = threading.Event()
-        self._stopped = threading.Event()
+        self._thread = WokenThread("sweeper", self.sweep)
+        self._stopped = self._thread.stopped
         self._collector = Collector(settings, db, store, self._stopped.is_set)
         self._purger = Purger(settings, db, self._collector, self._stopped.is_set)
         self._audit_period_s = settings.garbage_grace_s / 4
         self._next_audit_s = monotonic_s() + self._audit_period_s
-        self._thread = WorkThread("sweeper", self._run, self._crashed)
 
     def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
         """Look for what is due. Returns at once."""
-        self._is_awake.set()
+        self._thread.wake()
 
     def stop(self) -> None:
         """End when the object that is on its way out has gone."""
-        self._stopped.set()
-        self._is_awake.set()
-        self._thread.join()
+        self._thread.stop()
 
     def sweep(self) -> None:
         """All steps, again while purges are left. A step that fails is logged, and the others still run."""
@@ -73,20 +68,6 @@ class Sweeper:
     def num_overdue(self) -> int:
         """How many things should be gone by now that aren't."""
         return self._purger.num_overdue()
-
-    def _run(self) -> None:
-        while True:
-            self._is_awake.wait()
-            self._is_awake.clear()
-            if self._stopped.is_set():
-                return
-            self.sweep()
-
-    def _crashed(self, error: Exception) -> None:
-        log.error("sweeper.crashed", **logs.where(error))
-        self._thread = WorkThread("sweeper", self._run, self._crashed)
-        if not self._stopped.is_set():
-            self._thread.start()
 
     def _garbage(self) -> None:
         self._collector.delete_due()

@@ -35,9 +35,9 @@ from batchsvc.batches.worker_queries import Place
 from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
+from batchsvc.threads import WorkThread
 from engine.load.fetch import locate
 from engine.load.meta import read_meta
-from workers.thread import WorkThread
 
 BATON = "_BATCHSVC_BATON"
 _REFUSED_S = 600.0  # a model that couldn't be loaded isn't tried again for so long

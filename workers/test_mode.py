@@ -19,9 +19,9 @@ from batchsvc.db.session import Database
 from batchsvc.dispatch import CeleryDispatcher
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import WorkThread
 from workers.magic_engine import MagicEngine
 from workers.step import EngineRun
-from workers.thread import WorkThread
 
 _LOOK_S = 1.0  # how soon a first test key has somebody to run its lines
 

@@ -31,10 +31,10 @@ from batchsvc.clock import monotonic_s, now_ns
 from batchsvc.db.session import Database
 from batchsvc.errors import ServiceError
 from batchsvc.store.s3 import ObjectStore
+from batchsvc.threads import WorkThread
 from workers import objects
 from workers.breaker import Breaker
 from workers.lease import LeaseKeeper
-from workers.thread import WorkThread
 from workers.translate import FinishedLine
 
 _FIRST_FLUSH_S = 0.5  # the first part has to count within a second of the first line

@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from batchsvc.accounts import queries
 from batchsvc.db.session import Database
+from batchsvc.threads import LastingThread
 
 _EVERY_S = 60.0
 
@@ -27,15 +28,15 @@ class LastUse:
         self._every_s = every_s
         self._used_ms: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._has_begun = False
+        self._thread = LastingThread("last_use", self._turn)
 
     def note(self, key_id: str, now_ms: int) -> None:
         """A key was used."""
         with self._lock:
             self._used_ms[key_id] = now_ms
-            if self._thread is None and not self._ended.is_set():
-                self._thread = threading.Thread(target=self._run, name="last-use", daemon=True)
+            if not self._has_begun:
+                self._has_begun = True
                 self._thread.start()
 
     def write(self) -> None:
@@ -53,11 +54,9 @@ class LastUse:
 
     def close(self) -> None:
         """Write the last notes and end."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.stop()
         self.write()
 
-    def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
+    def _turn(self) -> None:
+        if not self._thread.stopped.wait(self._every_s):
             self.write()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from sqlalchemy import event
+from sqlalchemy.orm import Session
+from structlog.testing import capture_logs
 
-from batchsvc.accounts import service
+from batchsvc.accounts import queries, service
 from batchsvc.accounts.last_use import LastUse
 from batchsvc.accounts.tables import ApiKey
 from batchsvc.db.session import Database
@@ -89,3 +92,25 @@ def test_it_writes_by_itself(db: Database) -> None:
     while last_used_ms(db, key_id) is None:  # until the test's own limit of time
         pass
     uses.close()
+
+
+def test_a_defect_is_logged_and_the_next_notes_are_written(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    key_id, _ = make_key(db)
+    write, failed = queries.note_uses, threading.Event()
+
+    def note_uses(session: Session, used_ms: Mapping[str, int]) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ValueError("a defect")
+        write(session, used_ms)
+
+    monkeypatch.setattr(queries, "note_uses", note_uses)
+    with capture_logs() as logged:
+        uses = LastUse(db, every_s=0.01)
+        uses.note(key_id, 1_000)
+        assert failed.wait(10)
+        uses.note(key_id, 2_000)
+        while last_used_ms(db, key_id) != 2_000:  # until the test's own limit of time
+            pass
+        uses.close()
+    assert [line["error"] for line in logged if line["event"] == "last_use.crashed"] == ["ValueError"]

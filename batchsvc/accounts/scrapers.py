@@ -1,7 +1,8 @@
 """Who may read /metrics from another machine: admin keys, and while the database is away, those that it let in lately.
 
 What is scraped tells of all tenants, so no key of a tenant opens it. An alert that the database is down has to come
-through just when no key can be looked up: each process remembers hashes of the keys that were good, for a while.
+through just when no key can be looked up: each process remembers hashes of the keys that were good, for a while. One
+that comes again within that while is remembered on, however long the database is away, or the alert would end first.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ class Scrapers:
     def __init__(self, is_away: Callable[[], bool]) -> None:
         self._is_away = is_away
         self._lock = threading.Lock()
-        self._good_s: dict[str, float] = {}  # when each key was last found good, by its hash, the latest last
+        self._good_s: dict[str, float] = {}  # when each key was let in last, by its hash, the latest last
 
     def admit(self, secret: str, look_up: Callable[[], Caller]) -> None:
         """Let a key in, or raise what `look_up` does, or PermissionDeniedError for a key that isn't an admin's."""
         digest = keys.digest(secret)
         if self._is_away() and self._is_remembered(digest):
+            self._remember(digest)
             return
         try:
             _require(look_up())
         except SQLAlchemyError:
             if not self._is_remembered(digest):
                 raise
+            self._remember(digest)
         except (AuthenticationError, PermissionDeniedError):
             with self._lock:
                 self._good_s.pop(digest, None)

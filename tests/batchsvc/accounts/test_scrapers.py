@@ -62,6 +62,26 @@ def test_a_key_that_was_good_is_let_in_while_the_database_is_away(monkeypatch: p
         door.admit("good", away)
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["known to be away", "found away"])
+def test_a_scraper_outlasts_an_outage_of_hours(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    now_s, is_away = 1_000.0, False
+    monkeypatch.setattr(scraping, "monotonic_s", lambda: now_s)
+    door = Scrapers(lambda: is_away)
+    for secret in ("scraper", "visitor"):
+        door.admit(secret, gives(ADMIN))
+    is_away = is_known
+    for _ in range(20):
+        now_s += 15 * 60
+        door.admit("scraper", unasked if is_known else away)
+    with pytest.raises(OperationalError):
+        door.admit("visitor", away)
+    is_away = False
+    with pytest.raises(AuthenticationError):
+        door.admit("scraper", wrong)
+    with pytest.raises(OperationalError):
+        door.admit("scraper", away)
+
+
 def test_a_revoked_key_is_forgotten_and_few_are_remembered() -> None:
     door = Scrapers(lambda: False)
     for number in range(scraping._MOST_KEYS + 1):

@@ -15,6 +15,7 @@ from batchsvc.stack.services import GRPC_OFFSET, WEED_PORTS, choose_ports, is_fr
 
 API_PORT = 8080
 _API_TRIES = 200
+_LAST = 65_535
 _INNER = ("valkey", *WEED_PORTS)
 
 
@@ -61,15 +62,18 @@ def choose(
     found = directory.read_json("ports.json")
     remembered: dict[str, int] = {}
     if isinstance(found, dict):
-        remembered = {name: port for name, port in found.items() if isinstance(port, int)}
+        remembered = {name: port for name, port in found.items() if isinstance(port, int) and 0 < port <= _LAST}
     api = _api_port(host, port, remembered.get("api"), held)
-    kept = {
-        name: remembered[name]
-        for name in (*_INNER, *workers)
-        if name in remembered and _is_usable(name, remembered[name]) and held.take(remembered[name])
-    }
+    kept: dict[str, int] = {}
+    used = {api}  # with gRPC twins
+    for name in (*_INNER, *workers):
+        if (old := remembered.get(name)) is None:
+            continue
+        own = {old, old + GRPC_OFFSET} if name in WEED_PORTS else {old}
+        if max(own) <= _LAST and used.isdisjoint(own) and all(map(is_free, own)) and held.take(old):
+            kept[name] = old
+            used |= own
     missing = tuple(name for name in (*_INNER, *workers) if name not in kept)
-    used = (api, *kept.values())
     taken = frozenset({*used, *(port - GRPC_OFFSET for port in used)})  # nor one whose gRPC twin they are
     ports = {"api": api, **kept, **choose_ports(missing, taken=taken, take=held.take)}
     directory.write_json("ports.json", ports)
@@ -87,7 +91,3 @@ def _api_port(host: str, wish: int | None, remembered: int | None, held: HeldPor
             if is_free(port, host) and held.take(port):
                 return port
     return choose_ports(("api",), take=held.take)["api"]
-
-
-def _is_usable(name: str, port: int) -> bool:
-    return is_free(port) and (name not in WEED_PORTS or is_free(port + GRPC_OFFSET))

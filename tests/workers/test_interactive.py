@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from queue import Empty
 from typing import Any
 
 import pytest
 
 from batchsvc.batches.lifecycle import Status
-from batchsvc.interactive.wire import Ended, Failed, Grown, NewCall, News, Taken
+from batchsvc.interactive.wire import Ended, Failed, Grown, NewCall, News, Taken, encode_news
 from engine.errors import RequestError
 from engine.fake import FakeEngine
-from engine.request import Completion, FinishReason, Lane, NewText, Usage
+from engine.request import Completion, FinishReason, Lane, NewText, SpelledLogprob, Usage
 from tests.workers.conftest import World
 from tests.workers.test_engine_run import completed, until, worker
 from workers.interactive import CallSource, Said
@@ -80,6 +81,26 @@ def test_what_is_said_of_a_call_is_numbered_and_in_order() -> None:
         Ended("c1", 2, replace(done(), text="c"), "fp", is_rest=True),  # what was said isn't said again
     ]
     assert calls.num_open() == 0
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+def test_the_bytes_that_are_said_of_a_call_grow_as_its_answer_does(num_logprobs: int) -> None:
+    """The same for each token, however many came before it."""
+    found = SpelledLogprob(b"word", -1.25, ((b"word", -1.25),) * num_logprobs)
+    logprobs = (found,) if num_logprobs else ()
+
+    def num_bytes(num_tokens: int) -> int:
+        calls, _ = source()
+        calls.begin(call())
+        for _ in range(num_tokens - 1):
+            calls.grow("c1", [NewText("word", 0, logprobs)])
+        whole = replace(done(), text="word" * num_tokens)
+        calls.finish(replace(whole, logprobs=logprobs * num_tokens) if logprobs else whole)
+        return sum(len(encode_news(one)) for one in news(calls))
+
+    sizes = [num_bytes(num_tokens) for num_tokens in (1_000, 2_000, 3_000, 4_000)]
+    each = {second - first for first, second in pairwise(sizes)}
+    assert len(each) == 1 and sizes[-1] < 4_000 * (60 + 120 * bool(num_logprobs)), sizes
 
 
 def test_there_is_room_for_so_many_calls_and_none_while_draining() -> None:

@@ -94,12 +94,20 @@ class Database:
         Between attempts it waits for moments, at random, so that those who met don't meet again. `work` must be
         repeatable: a commit whose reply was lost is run again, so its effects are guarded by unique keys or fences.
         """
+        return self._run(work, attempts, lambda error: error.connection_invalidated or _was_undone(error))
+
+    def once(self, work: Callable[[Session], T], *, attempts: int = 3) -> T:
+        """Run `work` in one write transaction, again only where the database says that nothing of it has happened, as
+        after a deadlock: for what must not happen twice, such as a new key."""
+        return self._run(work, attempts, _was_undone)
+
+    def _run(self, work: Callable[[Session], T], attempts: int, may_retry: Callable[[DBAPIError], bool]) -> T:
         for attempt in range(attempts):
             try:
                 with self.transaction() as session:
                     return work(session)
             except DBAPIError as error:
-                if attempt == attempts - 1 or not _may_retry(error):
+                if attempt == attempts - 1 or not may_retry(error):
                     raise
                 time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))  # noqa: S311  jitter
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -134,11 +142,6 @@ class Database:
         finally:
             connection.close()
         return self.truncate_log()
-
-    def once(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in one write transaction, and never again: for what would happen twice, such as a new key."""
-        with self.transaction() as session:
-            return work(session)
 
     def dispose(self) -> None:
         self.engine.dispose()
@@ -184,8 +187,9 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def _may_retry(error: DBAPIError) -> bool:
+def _was_undone(error: DBAPIError) -> bool:
+    """Whether the database itself has rolled the transaction back, or never begun it."""
     if error.connection_invalidated:
-        return True
+        return False
     state = getattr(error.orig, "sqlstate", None)
     return state in {"40001", "40P01"} or "database is locked" in str(error.orig)

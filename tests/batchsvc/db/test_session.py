@@ -28,7 +28,8 @@ def add(session: Session, row: int) -> None:
     session.execute(text("UPDATE counts SET n = n + 1 WHERE id = :id"), {"id": row})
 
 
-def test_a_deadlock_costs_nothing_but_time(db: Database) -> None:
+@pytest.mark.parametrize("how", ["run", "once"])
+def test_a_deadlock_costs_nothing_but_time(db: Database, how: str) -> None:
     met = threading.Barrier(2, timeout=60)
     attempts: list[int] = []
     errors: list[BaseException] = []
@@ -46,7 +47,7 @@ def test_a_deadlock_costs_nothing_but_time(db: Database) -> None:
             add(session, second)
 
         try:
-            db.run(both)
+            getattr(db, how)(both)
         except BaseException as error:
             errors.append(error)
 
@@ -72,11 +73,28 @@ def test_retries_are_bounded_and_an_error_of_ours_has_none(db: Database) -> None
         attempts += 1
         raise DBAPIError("UPDATE", None, Deadlock())
 
-    with pytest.raises(DBAPIError):
-        db.run(fail, attempts=4)
-    assert attempts == 4
+    for run in (db.run, db.once):
+        attempts = 0
+        with pytest.raises(DBAPIError):
+            run(fail, attempts=4)
+        assert attempts == 4
     with pytest.raises(DBAPIError, match="nowhere"):
         db.run(lambda session: session.execute(text("SELECT * FROM nowhere")))
+
+
+def test_what_may_have_happened_is_done_again_only_if_it_may_happen_twice(db: Database) -> None:
+    attempts = 0
+
+    def lose(_session: Session) -> None:
+        nonlocal attempts
+        attempts += 1
+        raise DBAPIError("COMMIT", None, Exception("the server closed the connection"), connection_invalidated=True)
+
+    for run, expected in ((db.run, 3), (db.once, 1)):
+        attempts = 0
+        with pytest.raises(DBAPIError):
+            run(lose)
+        assert attempts == expected
 
 
 def test_who_stops_in_the_middle_of_a_transaction_loses_it(db: Database) -> None:

@@ -44,10 +44,10 @@ def register(
             "use it here.",
             param="project_id",
         )
-    if any(other.project_id != project_id for other in queries.models_of(session, digest) if other.id != name):
+    if any(other.project_id != project_id for other in queries.models_of(session, digest)):
         raise InvalidRequestError(
-            f"{name} is registered already under another name, for other projects: a model that learned from a "
-            "project's lines is that project's alone.",
+            f"The model at {path} is registered already, for other projects: a model that learned from a project's "
+            "lines is that project's alone.",
             param="project_id",
         )
     row = queries.model(session, name)

@@ -94,7 +94,8 @@ def test_a_model_that_learned_from_a_project_is_its_own(migrated_url: str) -> No
         assert [row.id for row in models.list_models(session, project_id=other)] == ["open"]
         for eyes in (mine, None):
             assert [row.id for row in models.list_models(session, project_id=eyes)] == ["open", "student", "short"]
-        for name, project in (("copy", None), ("copy", other), ("stranger", "proj_elsewhere")):
+        others = (("copy", None), ("copy", other), ("student", None), ("student", other))
+        for name, project in (*others, ("stranger", "proj_elsewhere")):
             with pytest.raises(InvalidRequestError, match="project"):
                 models.register(session, name, "/c", digest="bb" * 32, context_tokens=1, project_id=project)
         models.register(session, "copy", "/c", digest="bb" * 32, context_tokens=1, project_id=mine)

@@ -21,7 +21,10 @@ from batchsvc.sealing import Seals
 from batchsvc.setting_errors import check_url, sentences
 from batchsvc.setting_sources import gathered, unknown, unknown_sentence
 
-SECRETS = ("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY")
+SECRETS = (
+    *("DATABASE_URL", "REDIS_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    *("BATCHSVC_SECRET_KEY", "BATCHSVC_SPLIT_KEY"),
+)
 _URLS = {  # how a URL must begin; their clients would raise errors of their own in the middle of the start
     "database_url": ("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://"),
     "redis_url": ("redis://", "rediss://", "unix://"),
@@ -141,6 +144,12 @@ class Settings(BaseSettings):
         default="gloo://127.0.0.1:0",
         description="where a prefill worker takes connections, as decode workers reach it: gloo://HOST:PORT, "
         "nccl://HOST:PORT, nixl://HOST:PORT, or shm:///PATH on one host; port 0 is any free one",
+    )
+    split_key: str | None = Field(
+        default=None,
+        min_length=32,
+        description="what prefill and decode workers share to know each other, 32 characters or more; needed where "
+        "BATCHSVC_SPLIT_LISTEN is beyond this host",
     )
     step_tokens: int = Field(default=2048, ge=1, description="most tokens computed in one step")
     max_running: int = Field(default=256, ge=1, description="most sequences in one step")

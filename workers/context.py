@@ -203,7 +203,7 @@ def _open_run(
         real = _engine(settings, db, path, formats)
         engine, device = real, real.device
         if settings.role == "decode":
-            engine = side = split.decode_side(real, db, digest)
+            engine = side = split.decode_side(real, db, settings, digest)
             note = split.Waiting(side).note
     return EngineRun(
         settings,

@@ -35,12 +35,14 @@ from batchsvc.clock import monotonic_s
 from batchsvc.db.session import Database
 from batchsvc.errors import UnavailableError
 from batchsvc.settings import Settings
+from engine.errors import PeerError
 from workers.exits import WorkerExit
 
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.split.decode import DecodeSide
     from engine.split.prefill import PrefillSide
+    from engine.split.signed import SplitKey
 
 WAITS = "A decode worker has no prefill worker to go with: units wait until one serves this model."
 
@@ -51,7 +53,8 @@ log = structlog.get_logger(__name__)
 
 
 def check_role(settings: Settings) -> None:
-    """Raise UnavailableError for a half that has no blocks to pass on, or more than one model."""
+    """Raise UnavailableError for a half that has no blocks to pass on, or more than one model; and for one that other
+    hosts could reach without a key."""
     if settings.role != "unified" and settings.models:
         raise UnavailableError(
             f"BATCHSVC_ROLE={settings.role} serves one model: leave BATCHSVC_MODELS out, or start a worker for each."
@@ -60,6 +63,13 @@ def check_role(settings: Settings) -> None:
         raise UnavailableError(
             f"BATCHSVC_ROLE={settings.role} needs an engine with weights: the fake engine has no KV blocks to pass on."
         )
+    if settings.role == "prefill":
+        from engine.split.wires import check_reach
+
+        try:
+            check_reach(settings.split_listen, split_key(settings))
+        except PeerError as error:
+            raise UnavailableError(f"BATCHSVC_SPLIT_LISTEN: {error}") from error
 
 
 class PrefillDirectory:
@@ -77,14 +87,22 @@ class PrefillDirectory:
         return list(self._known)
 
 
-def decode_side(engine: Engine, db: Database, digest: str) -> DecodeSide:
+def split_key(settings: Settings) -> SplitKey:
+    """What the halves share, to know each other."""
+    from engine.split.signed import SplitKey
+
+    return SplitKey((settings.split_key or "").encode())
+
+
+def decode_side(engine: Engine, db: Database, settings: Settings, digest: str) -> DecodeSide:
     """The engine of a decode worker."""
     from engine.split.decode import DecodeSide, most_bytes
     from engine.split.peers import Peers
 
     wake = threading.Event()
     found = PrefillDirectory(db, digest)
-    return DecodeSide(engine, Peers(found.addresses, wake, most_bytes=most_bytes(engine)), wake)
+    peers = Peers(found.addresses, wake, most_bytes=most_bytes(engine), key=split_key(settings))
+    return DecodeSide(engine, peers, wake)
 
 
 class Side(Protocol):
@@ -118,7 +136,9 @@ def prefill_side(engine: Engine, settings: Settings) -> PrefillSide:
     from engine.split.prefill import PrefillSide
     from engine.split.wires import listen
 
-    return PrefillSide(engine, listen(settings.split_listen), step_tokens=settings.step_tokens, hung_s=settings.hung_s)
+    key = split_key(settings)
+    listener = listen(settings.split_listen, key=key)
+    return PrefillSide(engine, listener, step_tokens=settings.step_tokens, key=key, hung_s=settings.hung_s)
 
 
 class PrefillRun:

@@ -25,13 +25,14 @@ from typing import Any
 from engine.bench import planned_rows
 from engine.config import KV_FORMATS, WEIGHT_FORMATS, EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, PeerError
 from engine.load.fetch import locate
 from engine.request import Completion, Request
 from engine.split.decode import PATIENCE_S, DecodeSide, most_bytes
 from engine.split.link import SILENCE_S
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
+from engine.split.signed import LEAST_BYTES, NO_KEY, SplitKey
 from engine.split.wires import listen
 from engine.text import load_text
 
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     engine = _engine(options)
-    listener = listen(options.listen, silence_s=options.silence)
-    side = PrefillSide(engine, listener, step_tokens=options.step_tokens, silence_s=options.silence)
+    key = _key(options.key_file)
+    listener = listen(options.listen, key=key, silence_s=options.silence)
+    side = PrefillSide(engine, listener, step_tokens=options.step_tokens, key=key, silence_s=options.silence)
     sys.stdout.write(json.dumps({"listening": listener.address}) + "\n")
     sys.stdout.flush()
     while True:
@@ -68,7 +70,13 @@ def _decode(options: argparse.Namespace) -> None:
     side: Engine | DecodeSide = engine
     if options.peer:
         wake = threading.Event()
-        peers = Peers(lambda: options.peer, wake, most_bytes=most_bytes(engine), silence_s=options.silence)
+        peers = Peers(
+            lambda: options.peer,
+            wake,
+            most_bytes=most_bytes(engine),
+            key=_key(options.key_file),
+            silence_s=options.silence,
+        )
         side = DecodeSide(engine, peers, wake, patience_s=options.patience)
     for completion in _run(side, missing):
         answers.add(completion)
@@ -147,12 +155,28 @@ def _engine(options: argparse.Namespace) -> Engine:
     return Engine(config, text=load_text(config.model), say=lambda sentence: None)
 
 
+def _key(path: Path | None) -> SplitKey:
+    """Raises PeerError for a file that can't be read, or is too short."""
+    if path is None:
+        return NO_KEY
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise PeerError(f"--key-file {path} can't be read: {error.strerror or error}.") from error
+    if len(secret) < LEAST_BYTES:
+        raise PeerError(
+            f"--key-file {path} has less than {LEAST_BYTES} characters: `openssl rand -hex 32` makes a key."
+        )
+    return SplitKey(secret)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.split", description="Prefill and decode as processes.")
     parser.add_argument("role", choices=("prefill", "decode"))
     parser.add_argument("--model", default="smollm2-135m", help="name, path or hf:owner/name")
     parser.add_argument("--listen", default="gloo://127.0.0.1:0", help="address of a prefill side (port 0: a free one)")
     parser.add_argument("--peer", action="append", default=[], help="address of a prefill side, for a decode side")
+    parser.add_argument("--key-file", type=Path, help="file of the key that both sides share, beyond this host")
     parser.add_argument("--workload", type=Path, help="JSONL file of chat completion batch lines, for a decode side")
     parser.add_argument("--limit", type=int, help="run only the first N lines")
     parser.add_argument("--answers", type=Path, help="append answers to this file; those in it aren't run again")

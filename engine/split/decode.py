@@ -307,7 +307,7 @@ class DecodeSide:
         if not offer.keys:  # it can't be computed there, so it is here
             self._start(peer, pending)
             return
-        keys = self._passing.keys(pending.prefix)
+        keys = self._passing.keys(self._as_sent(pending.prefix))
         if list(offer.keys) != keys[: len(offer.keys)]:
             raise PeerError("Its blocks have other keys than ours of the same tokens.")
         pending.hit_tokens = offer.hit_tokens
@@ -358,18 +358,22 @@ class DecodeSide:
             pending.number = str(next(self._numbers))
             peer.asked[pending.number] = pending
             peer.asked_tokens[lane] += size
-            request, prefix = pending.request, pending.prefix
+            sent = self._as_sent(pending.prefix)
             peer.link.send(
                 Prompt(
                     id=pending.number,
-                    token_ids=prefix.token_ids,
-                    salt=prefix.salt,
-                    adapter=prefix.adapter,
-                    lane=request.lane,
+                    token_ids=sent.token_ids,
+                    salt=sent.salt,
+                    adapter=sent.adapter,
+                    lane=pending.request.lane,
                 )
             )
             self._grants.ask(pending.number, size // self._passing.block_tokens, lane)
             self._asked_of[pending.number] = peer
+
+    def _as_sent(self, prefix: Prefix) -> Prefix:
+        """The prefix as prefill engines know it: a salt is a secret of its project, and stays here."""
+        return replace(prefix, salt=self._links.key.salt(prefix.salt))
 
     def _least_busy(self, size: int, lane: Lane) -> _Peer | None:
         """Of those that can hold a prompt of so many tokens."""

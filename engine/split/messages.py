@@ -5,6 +5,7 @@ A frame is a length (4 bytes), so much JSON with the message's kind and fields, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from array import array
@@ -22,10 +23,20 @@ HEAD_BYTES = 1 << 16
 PIECE_BYTES = 32 << 20
 """The blocks of a prompt go in pieces of about this size."""
 
+_NO_MESSAGE = "The other side sent something that isn't a message of this version."
 SAID_TWICE = "The other side said twice what it is."
 
 _TOKEN_BYTES = 4
 _INT32 = next(code for code in "il" if array(code).itemsize == _TOKEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """The first frame of each side, before any that is signed (signed.py). `nonce` and `proof` are hexadecimal."""
+
+    nonce: str
+    proof: str = ""
+    version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +50,6 @@ class Hello:
     window_tokens: int = 0
     most_tokens: int = 0
     most_blocks: int = 0
-    version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +114,9 @@ class Bye:
     sentence: str = ""
 
 
-Message = Hello | Prompt | Cancel | Credit | Offer | Want | Blocks | Bye
+Message = Greeting | Hello | Prompt | Cancel | Credit | Offer | Want | Blocks | Bye
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Prompt, Cancel, Credit, Offer, Want, Blocks, Bye)
+    kind.__name__: kind for kind in (Greeting, Hello, Prompt, Cancel, Credit, Offer, Want, Blocks, Bye)
 }
 
 
@@ -127,13 +137,29 @@ def encode(message: Message) -> bytes:
 def decode(frame: bytes) -> Message:
     """The message of a frame. Raises PeerError for anything that `encode` doesn't write."""
     try:
-        (size,) = struct.unpack_from("<I", frame)
-        values = json.loads(frame[4 : 4 + size] if size <= HEAD_BYTES else b"")
+        values, tail = _parts(frame)
         kind = _KINDS[values.pop("kind")]
-        _check(kind, values, frame[4 + size :])
+        _check(kind, values, tail)
         message: Message = kind(**values)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PeerError("The other side sent something that isn't a message of this version.") from error
+        raise PeerError(_NO_MESSAGE) from error
+    return message
+
+
+def greeted(frame: bytes) -> Greeting:
+    """The greeting that a first frame is. Raises PeerError with the reason of who doesn't greet, and with both versions
+    where the other side's is another; those before version 2 began with a Hello."""
+    with contextlib.suppress(struct.error, ValueError, AttributeError, RecursionError):
+        version = _parts(frame)[0].get("version", VERSION)
+        if type(version) is int and version != VERSION:
+            raise PeerError(
+                f"Its messages are of version {version}, and ours of version {VERSION}: run one release on both sides."
+            )
+    message = decode(frame)
+    if isinstance(message, Bye):
+        raise PeerError(message.sentence or "The other side said goodbye.")
+    if not isinstance(message, Greeting):
+        raise PeerError(_NO_MESSAGE)
     return message
 
 
@@ -149,13 +175,17 @@ def most_piece_bytes(block_bytes: int) -> int:
 
 def check(hello: Hello, own_role: str, own_origin: Origin) -> None:
     """Raises PeerError with the reason why blocks can't go from one side to the other."""
-    if hello.version != VERSION:
-        raise PeerError(f"Its messages are of version {hello.version}, and ours of version {VERSION}.")
     if hello.role == own_role:
         raise PeerError(f"It is a {own_role} engine, and so are we; a decode engine goes with a prefill engine.")
     sentence = own_origin.difference(hello.origin)
     if sentence is not None:
         raise PeerError(sentence)
+
+
+def _parts(frame: bytes) -> tuple[Any, bytes]:
+    """What JSON and the bytes behind it say."""
+    (size,) = struct.unpack_from("<I", frame)
+    return json.loads(frame[4 : 4 + size] if size <= HEAD_BYTES else b""), frame[4 + size :]
 
 
 def _tail(message: Message) -> bytes:
@@ -168,7 +198,16 @@ def _tail(message: Message) -> bytes:
 
 def _check(kind: type[Any], values: dict[str, Any], tail: bytes) -> None:
     """Turns what JSON and the tail have into what the fields want, and refuses other types."""
-    types = {"version": int, "role": str, "id": str, "salt": str, "adapter": str, "sentence": str, "is_last": bool}
+    types = {
+        "nonce": str,
+        "proof": str,
+        "role": str,
+        "id": str,
+        "salt": str,
+        "adapter": str,
+        "sentence": str,
+        "is_last": bool,
+    }
     for name, value in values.items():
         if name == "origin":
             values[name] = Origin(*(_text(part) for part in value))

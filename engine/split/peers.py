@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 
 from engine.split.link import SILENCE_S, Link
+from engine.split.signed import NO_KEY, SignedWire, SplitKey
 from engine.split.wires import connect
 
 _AGAIN_S = 0.5
@@ -28,8 +29,10 @@ class Peers:
         wake: threading.Event,
         *,
         most_bytes: int,
+        key: SplitKey = NO_KEY,
         silence_s: float = SILENCE_S,
     ) -> None:
+        self.key = key
         self._addresses = addresses
         self._wake = wake
         self._most_bytes = most_bytes
@@ -86,9 +89,13 @@ class Peers:
 
     def _try(self, address: str) -> None:
         try:
-            wire = connect(address, silence_s=self._silence_s)
+            wire = connect(address, key=self.key, silence_s=self._silence_s)
             link = self._links[address] = Link(
-                wire, address, self._wake, most_bytes=self._most_bytes, silence_s=self._silence_s
+                SignedWire(wire, self.key, is_listener=False, silence_s=self._silence_s),
+                address,
+                self._wake,
+                most_bytes=self._most_bytes,
+                silence_s=self._silence_s,
             )
         except Exception as error:  # whatever it is, this thread goes on: without it nobody is ever found
             with self._lock:

@@ -23,6 +23,7 @@ from engine.request import Completion, Expectation, FinishReason, Lane, Request,
 from engine.split.credits import Purse
 from engine.split.link import SILENCE_S, Link, Wire
 from engine.split.messages import (
+    HEAD_BYTES,
     PIECE_BYTES,
     SAID_TWICE,
     Blocks,
@@ -38,6 +39,7 @@ from engine.split.messages import (
     encode,
     most_prompt_bytes,
 )
+from engine.split.signed import NO_KEY, SignedWire, SplitKey
 from engine.split.wires import Listener
 
 ROLE = "prefill"
@@ -46,6 +48,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)  # the token is sampled 
 _WAIT_S = 0.05
 _AGAIN_S = 0.2  # after a connection that couldn't be taken
 _MOST_PEERS = 64
+_MOST_DECLINED = 16  # at once, with the reason
 HUNG_S = 60.0
 
 
@@ -110,6 +113,7 @@ class PrefillSide:
         listener: Listener,
         *,
         step_tokens: int,
+        key: SplitKey = NO_KEY,
         silence_s: float = SILENCE_S,
         hung_s: float = HUNG_S,
     ) -> None:
@@ -122,7 +126,9 @@ class PrefillSide:
         self._passing: Passing = engine.passing()
         self._window_tokens = _WINDOW_STEPS * step_tokens
         self._most_tokens = self._passing.num_blocks * self._passing.block_tokens
+        self._key = key
         self._silence_s = silence_s
+        self._declining = threading.Semaphore(_MOST_DECLINED)
         self._peers: list[_Peer] = []
         self._arrived: deque[_Peer] = deque()
         self._owners: dict[str, tuple[_Peer, str]] = {}  # of requests in the engine
@@ -185,12 +191,13 @@ class PrefillSide:
 
     def _meet(self, wire: Wire, number: int) -> None:
         if len(self._peers) + len(self._arrived) >= _MOST_PEERS:
-            with contextlib.suppress(PeerError):
-                wire.send(encode(Bye(sentence=f"This prefill engine serves {_MOST_PEERS} others already.")))
-            wire.close()
+            if not self._declining.acquire(blocking=False):
+                wire.close()
+                return
+            threading.Thread(target=self._decline, args=(wire,), name="split decline", daemon=True).start()
             return
         link = Link(
-            wire,
+            SignedWire(wire, self._key, is_listener=True, silence_s=self._silence_s),
             f"Decode engine {number}",
             self._wake,
             most_bytes=most_prompt_bytes(self._most_tokens),
@@ -199,6 +206,15 @@ class PrefillSide:
         )
         self._arrived.append(_Peer(link, number, monotonic(), self._window_tokens))
         self._wake.set()
+
+    def _decline(self, wire: Wire) -> None:
+        try:
+            with contextlib.suppress(PeerError):
+                wire.receive(HEAD_BYTES)  # its greeting: a transport may let nobody speak who doesn't listen
+                wire.send(encode(Bye(sentence=f"This prefill engine serves {_MOST_PEERS} others already.")))
+            wire.close()
+        finally:
+            self._declining.release()
 
     def _hangs(self) -> bool:
         return monotonic() - self.moved_s > self.hung_s

@@ -5,12 +5,13 @@
     nccl://10.0.0.5:4100         torch.distributed between GPUs
     nixl://10.0.0.5:4100         NVIDIA's NIXL, where it is installed
 
-Nothing is encrypted and nobody proves who they are: whoever reaches a host and port is served as a decode engine. So
-these are for a network that the engines alone can reach; a path in the file system is open to its owner alone.
+A host and port that other hosts can reach need a key, by which the sides know each other (signed.py). Nothing is
+encrypted, so it is for a network that only they can read. A path in the file system is open to its owner alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from typing import NamedTuple, Protocol
@@ -19,7 +20,9 @@ from urllib.parse import urlsplit
 from engine.errors import PeerError
 from engine.split import shared
 from engine.split.link import SILENCE_S, Wire
+from engine.split.signed import NO_KEY, SAME_KEY, SplitKey
 
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 KINDS = ("shm", "gloo", "nccl", "nixl")
 
 
@@ -58,13 +61,27 @@ def parse(text: str) -> Address:
                     f"{', '.join(KINDS[1:])} as in gloo://HOST:PORT.")  # fmt: skip
 
 
-def listen(text: str, *, silence_s: float = SILENCE_S) -> Listener:
-    """Raises PeerError when the address is none, is taken, or its library is missing."""
+def check_reach(text: str, key: SplitKey) -> None:
+    """Raises PeerError for an address that other hosts can reach, where there is no key."""
+    address = parse(text)
+    if address.kind == "shm" or key.is_set:
+        return
+    with contextlib.suppress(OSError):  # whoever listens or connects there is told that nobody knows the host
+        if not all(ip.is_loopback for ip in _found(address)):
+            raise PeerError(
+                f"{text} is beyond this host, where anybody would be taken for a side of the split: {SAME_KEY}, as "
+                "`openssl rand -hex 32` makes one, or use 127.0.0.1 or shm:///PATH."
+            )
+
+
+def listen(text: str, *, key: SplitKey = NO_KEY, silence_s: float = SILENCE_S) -> Listener:
+    """Raises PeerError when the address is none, is taken, needs a key, or its library is missing."""
     address = parse(text)
     if address.kind == "shm":
         return shared.SharedListener(address.path, silence_s=silence_s)
     if _is_everywhere(address):
         raise PeerError(f"{text} is no address that others could connect to: name this host's own.")
+    check_reach(text, key)
     if address.kind == "nixl":
         from engine.split import nixl_wire
 
@@ -74,9 +91,10 @@ def listen(text: str, *, silence_s: float = SILENCE_S) -> Listener:
     return groups.GroupListener(address.kind, address.host, address.port, silence_s=silence_s)
 
 
-def connect(text: str, *, silence_s: float = SILENCE_S) -> Wire:
-    """Raises PeerError when nobody listens there, or the library is missing."""
+def connect(text: str, *, key: SplitKey = NO_KEY, silence_s: float = SILENCE_S) -> Wire:
+    """Raises PeerError when nobody listens there, it needs a key, or the library is missing."""
     address = parse(text)
+    check_reach(text, key)
     if address.kind == "shm":
         return shared.connect(address.path, silence_s=silence_s)
     if address.kind == "nixl":
@@ -91,13 +109,17 @@ def connect(text: str, *, silence_s: float = SILENCE_S) -> Wire:
 def _is_everywhere(address: Address) -> bool:
     """Whether this host would be found there on every interface, however that is written."""
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        return any(ip.is_unspecified for ip in _found(address))
     except OSError as error:
         raise PeerError(f"Can't listen at {address.kind}://{address.host}:{address.port}: {error.strerror}.") from error
-    return any(_is_wildcard(str(where[0]).partition("%")[0]) for *_, where in found)
 
 
-def _is_wildcard(text: str) -> bool:
-    ip = ipaddress.ip_address(text)
+def _found(address: Address) -> list[_Ip]:
+    """What a host's name means. Raises OSError where nobody knows it."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [_plain(ipaddress.ip_address(str(where[0]).partition("%")[0])) for *_, where in found]
+
+
+def _plain(ip: _Ip) -> _Ip:
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_unspecified
+    return mapped or ip

@@ -120,6 +120,7 @@ OWN = {
     "bucket": "ab",
     "fake_faults": "oops",
     "split_listen": "tcp://h:1",
+    "split_key": "hunter2",
     "windows": "tomorrow",
     "offpeak": "at night",
     "timezone": "Mars/Base",

@@ -30,9 +30,10 @@ from workers.call_lines import CallLines
 from workers.context import open_engine_run
 from workers.interactive import CallSource
 from workers.pump import Pump
-from workers.split import WAITS, PrefillDirectory, PrefillRun, Waiting, check_role
+from workers.split import WAITS, PrefillDirectory, PrefillRun, Waiting, check_role, split_key
 
 STEM = tuple(range(10, 60))
+KEY = "0123456789abcdef" * 2
 Env = Callable[..., dict[str, str]]
 
 
@@ -60,6 +61,7 @@ def env_of(world: World, tiny: tuple[Path, str], tmp_path: Path, redis_url: str)
             "BATCHSVC_KV_BYTES": 1 << 22,
             "TEST_LOGS": tmp_path,
             "BATCHSVC_SPLIT_LISTEN": f"shm://{tmp_path}/prefill.sock",
+            "BATCHSVC_SPLIT_KEY": KEY,
         }
         return environment(world.settings, tiny[0], **{**more, **changes})
 
@@ -90,6 +92,25 @@ def test_half_a_fake_engine_is_refused_in_a_sentence(env: Env) -> None:
         check_role(Settings.from_env(env("decode", BATCHSVC_ENGINE="fake")))
     check_role(Settings.from_env(env("unified", BATCHSVC_ENGINE="fake")))
     check_role(Settings.from_env(env("decode")))
+
+
+def test_a_prefill_worker_that_other_hosts_reach_needs_a_key(env: Env, tmp_path: Path) -> None:
+    beyond = {"BATCHSVC_SPLIT_LISTEN": "gloo://192.0.2.1:4100", "BATCHSVC_SPLIT_KEY": ""}
+    with pytest.raises(
+        UnavailableError, match=r"^BATCHSVC_SPLIT_LISTEN: gloo://.*the same BATCHSVC_SPLIT_KEY, as .*\.$"
+    ):
+        check_role(Settings.from_env(env("prefill", **beyond)))
+    for role in ("decode", "unified"):
+        check_role(Settings.from_env(env(role, **beyond)))
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    for keys in ({"BATCHSVC_SPLIT_KEY": KEY}, {"BATCHSVC_SPLIT_KEY_FILE": path}):
+        settings = Settings.from_env(env("prefill", **{**beyond, **keys}))
+        check_role(settings)
+        assert split_key(settings).secret == KEY.encode()
+    with pytest.raises(SettingsError, match=r"^BATCHSVC_SPLIT_KEY can't be used.*\.$") as refused:
+        Settings.from_env(env("prefill", BATCHSVC_SPLIT_KEY="hunter2"))
+    assert "hunter2" not in refused.value.message
 
 
 def test_a_prefill_worker_is_found_as_long_as_it_lives(sqlite_world: World) -> None:

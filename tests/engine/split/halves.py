@@ -13,6 +13,7 @@ from engine.request import Completion, Request
 from engine.split.decode import PATIENCE_S, DecodeSide, most_bytes
 from engine.split.peers import Peers
 from engine.split.prefill import PrefillSide
+from engine.split.signed import NO_KEY, SplitKey
 from engine.split.wires import listen
 
 _numbers = itertools.count()
@@ -37,20 +38,30 @@ class Halves:
     """One decode side and any number of prefill sides. `addresses` may be changed under way."""
 
     def __init__(
-        self, folder: Path, decode: Engine, prefills: Sequence[Engine], *, patience_s: float = PATIENCE_S
+        self,
+        folder: Path,
+        decode: Engine,
+        prefills: Sequence[Engine],
+        *,
+        patience_s: float = PATIENCE_S,
+        key: SplitKey = NO_KEY,
     ) -> None:
         self._folder = folder
+        self._key = key
         self.prefills: list[PrefillSide] = []
         self.addresses: list[str] = []
         for engine in prefills:
             self.join(engine)
         wake = threading.Event()
-        self.peers = Peers(lambda: list(self.addresses), wake, most_bytes=most_bytes(decode), silence_s=SILENCE_S)
+        self.peers = Peers(
+            lambda: list(self.addresses), wake, most_bytes=most_bytes(decode), key=key, silence_s=SILENCE_S
+        )
         self.decode = DecodeSide(decode, self.peers, wake, patience_s=patience_s)
 
-    def join(self, engine: Engine, *, step_tokens: int = 64) -> PrefillSide:
+    def join(self, engine: Engine, *, step_tokens: int = 64, key: SplitKey | None = None) -> PrefillSide:
         listener = listen(f"shm://{self._folder}/{next(_numbers)}", silence_s=SILENCE_S)
-        side = PrefillSide(engine, listener, step_tokens=step_tokens, silence_s=SILENCE_S)
+        key = self._key if key is None else key
+        side = PrefillSide(engine, listener, step_tokens=step_tokens, key=key, silence_s=SILENCE_S)
         self.prefills.append(side)
         self.addresses.append(listener.address)
         return side

@@ -73,6 +73,13 @@ class Sides:
         self.folder = folder
         self.address = address
         self._model = ("--model", str(model))
+        self._key: tuple[str, ...] = ()
+
+    def share_key(self) -> None:
+        """From now on the sides know each other by a key, as on different hosts."""
+        path = self.folder / "key"
+        path.write_text("0123456789abcdef" * 2 + "\n")
+        self._key = ("--key-file", str(path))
 
     def prefill(self) -> BaseProcess:
         return self._start("prefill", "--listen", self.address)
@@ -93,7 +100,7 @@ class Sides:
         return found
 
     def _start(self, role: str, *options: str) -> BaseProcess:
-        arguments = (role, *self._model, *ENGINE, "--step-tokens", "128", *options)
+        arguments = (role, *self._model, *self._key, *ENGINE, "--step-tokens", "128", *options)
         process = FORKING.Process(target=run_side, args=(arguments, str(self.folder / f"{role}.log")), daemon=True)
         process.start()
         return process

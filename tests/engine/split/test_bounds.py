@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from engine.split import prefill, wires
 from engine.split.link import Wire
 from engine.split.messages import Bye, Cancel, Credit, Hello, Message, Offer, Prompt, decode, encode
 from engine.split.prefill import PrefillSide
+from engine.split.signed import SignedWire
 from tests.engine.split.halves import SILENCE_S, Halves, make_engine
 
 pytestmark = pytest.mark.usefixtures("_no_dozing")
@@ -36,7 +38,8 @@ class Stranger:
 
     def __init__(self, side: PrefillSide) -> None:
         self.side = side
-        self.wire = wires.connect(side.address, silence_s=SILENCE_S)
+        wire = wires.connect(side.address, silence_s=SILENCE_S)
+        self.wire = SignedWire(wire, side._key, is_listener=False, silence_s=SILENCE_S)
         self.heard: list[Message] = []
         self.is_lost = threading.Event()
         threading.Thread(target=self._hear, daemon=True).start()
@@ -173,6 +176,12 @@ def test_a_decode_side_keeps_to_the_window_whatever_happens(halves: Halves, monk
     assert peer.held_tokens.total() == 0
 
 
+def _read_all(wire: Wire) -> None:
+    with contextlib.suppress(PeerError):
+        while True:
+            wire.receive(1 << 22)
+
+
 class Impostor:
     """Talks to a decode side as a prefill side may not."""
 
@@ -194,14 +203,18 @@ class Impostor:
             if accepted:
                 break
         thread.join()
+        wire = SignedWire(accepted[0], self.halves.peers.key, is_listener=True, silence_s=SILENCE_S)
+        reader = threading.Thread(target=_read_all, args=(wire,))
+        reader.start()
         for message in messages:
-            accepted[0].send(encode(message))
+            wire.send(encode(message))
         for _ in range(TURNS):
             self.halves.decode.step()
             found = self.halves.peers.reason()
             if found is not None:
                 break
-        accepted[0].close()
+        wire.close()
+        reader.join()
         self._listener.close()
         assert found is not None, "it is never left"
         return found.partition(": ")[2]

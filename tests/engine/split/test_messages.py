@@ -18,6 +18,7 @@ from engine.split.messages import (
     Bye,
     Cancel,
     Credit,
+    Greeting,
     Hello,
     Message,
     Offer,
@@ -26,6 +27,7 @@ from engine.split.messages import (
     check,
     decode,
     encode,
+    greeted,
 )
 
 names = st.text(max_size=12)
@@ -38,7 +40,6 @@ said: st.SearchStrategy[Message] = st.one_of(
         window_tokens=counts,
         most_tokens=counts,
         most_blocks=counts,
-        version=counts,
     ),
     st.builds(
         Prompt,
@@ -48,6 +49,7 @@ said: st.SearchStrategy[Message] = st.one_of(
         adapter=names,
         lane=counts,
     ),
+    st.builds(Greeting, nonce=names, proof=names, version=counts),
     st.builds(Cancel, id=names),
     st.builds(Credit, blocks=counts, lane=counts),
     st.builds(Offer, id=names, keys=st.lists(st.binary(min_size=16, max_size=16)), hit_tokens=counts),
@@ -109,7 +111,6 @@ OURS = Origin(layout="kv1/int8", model="abc", weights="int8")
     ("hello", "says"),
     [
         (Hello(origin=OURS, role="prefill"), "It is a prefill engine, and so are we"),
-        (Hello(origin=OURS, role="decode", version=1), "version 1, and ours of version 2"),
         (Hello(origin=Origin("kv1/int8", "xyz", "int8"), role="decode"), "Its model is xyz, and ours abc"),
         (Hello(origin=Origin("kv1/bf16", "abc", "int8"), role="decode"), "Its KV layout is kv1/bf16, and ours"),
         (Hello(origin=Origin("kv1/int8", "abc", "bf16"), role="decode"), "Its weight format is bf16, and ours int8"),
@@ -122,4 +123,29 @@ def test_who_can_not_share_blocks_is_told_why(hello: Hello, says: str) -> None:
 
 def test_who_can_is_welcome() -> None:
     check(Hello(origin=OURS, role="decode"), "prefill", OURS)
+
+
+def test_a_greeting_is_taken_as_it_is() -> None:
     assert messages.VERSION == 2
+    made = Greeting(nonce="aa", proof="bb")
+    assert greeted(encode(made)) == made
+
+
+OLD_HELLO = {"kind": "Hello", "origin": ["kv1", "abc", "int8"], "role": "decode", "window_tokens": 0, "most_blocks": 9}
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (frame({**OLD_HELLO, "version": 1}), r"^Its messages are of version 1, and ours of version 2: run one release"),
+        (frame({"kind": "Greeting", "version": 3, "more": []}), "of version 3, and ours of version 2"),
+        (encode(Bye(sentence="This prefill engine serves 64 others already.")), "serves 64 others already"),
+        (encode(Bye()), "said goodbye"),
+        (encode(Cancel(id="a")), "isn't a message of this version"),
+        (frame([]), "isn't a message of this version"),
+        (b"", "isn't a message of this version"),
+    ],
+)
+def test_who_does_not_greet_is_told_why(first: bytes, says: str) -> None:
+    with pytest.raises(PeerError, match=says):
+        greeted(first)

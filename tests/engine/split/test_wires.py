@@ -21,6 +21,7 @@ from engine.split import nixl_wire, peers, wires
 from engine.split.link import Link, Wire
 from engine.split.messages import HEAD_BYTES, Bye, Cancel, Credit, Hello, Message, Prompt, decode, encode
 from engine.split.shared import SharedWire
+from engine.split.signed import NO_KEY, SplitKey
 
 SILENCE_S = 30.0  # longer than any test: nobody counts as lost because a machine is slow
 SHORT_S = 0.6
@@ -131,6 +132,28 @@ def test_what_is_no_address_is_refused(bad: str) -> None:
 def test_who_listens_everywhere_could_not_be_found(host: str) -> None:
     with pytest.raises(PeerError, match="is no address that others could connect to"):
         wires.listen(f"gloo://{host}:0")
+
+
+@pytest.mark.parametrize("use", [wires.listen, wires.connect])
+@pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]", "[::ffff:192.0.2.1]"])
+@pytest.mark.parametrize("scheme", ["gloo", "nccl", "nixl"])
+def test_beyond_this_host_there_is_a_key_or_nothing(use: Callable[[str], object], host: str, scheme: str) -> None:
+    with pytest.raises(
+        PeerError, match=r"is beyond this host.*give both sides the same BATCHSVC_SPLIT_KEY, as `openss"
+    ):
+        use(f"{scheme}://{host}:4100")
+
+
+@pytest.mark.parametrize("address", ["gloo://127.0.0.2:1", "gloo://localhost:1", "nixl://[::1]:1", "shm:///a/path"])
+def test_on_this_host_no_key_is_needed(address: str) -> None:
+    wires.check_reach(address, NO_KEY)
+
+
+def test_with_a_key_other_hosts_may_come() -> None:
+    key = SplitKey(b"k" * 32)
+    wires.check_reach("gloo://192.0.2.1:4100", key)
+    with pytest.raises(PeerError, match=r"^Can't listen at gloo://192\.0\.2\.1:0"):
+        wires.listen("gloo://192.0.2.1:0", key=key)
 
 
 def test_a_host_that_nobody_knows_is_refused() -> None:
@@ -288,10 +311,10 @@ def test_peers_are_looked_for_again_whatever_went_wrong(
             raise failures.pop(0)
         return [listener.address]
 
-    def connect(address: str, *, silence_s: float) -> Wire:
+    def connect(address: str, *, key: SplitKey, silence_s: float) -> Wire:
         if failures:
             raise failures.pop()
-        return wires.connect(address, silence_s=silence_s)
+        return wires.connect(address, key=key, silence_s=silence_s)
 
     monkeypatch.setattr(peers, "connect", connect)
     accepted = in_thread(lambda: _opened.append(listener.accept()))

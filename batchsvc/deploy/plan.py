@@ -44,7 +44,8 @@ _TOLD_ELSEWHERE = {
     "BATCHSVC_WORKER_NAME": "each worker has one of its own",
 }
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
-_MEMORY = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[KMGT]i?")
+# of the quantities of Kubernetes those that are large enough: bytes have at least seven digits
+_MEMORY = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(k|[MGT]|[KMGT]i|[eE]([6-9]|1[0-9]))|[1-9][0-9]{6,}")
 _SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\"'\\$`%]*")
 

@@ -2,7 +2,7 @@
 
 What follows from them, as the address of the database with its password, is written anew when they or a host change,
 so that a secret is rotated by removing its file. Such a file that isn't as we wrote it is somebody else's, and stays;
-it is refused where it holds another password than the service gets.
+it is refused where it holds another password than the service gets, and where nothing tells whose it is.
 
 What a data service reads itself (a password file, a configuration with keys in it) lies there too, so that no secret
 is ever an argument or a variable of a process.
@@ -32,6 +32,7 @@ OF_SERVICE: dict[str, Service] = {  # files that only one data service reads, wi
     "security.toml": "s3",
 }
 _PASSWORDS = {"database_url": "postgres_password", "redis_url": "valkey_password"}
+_KEEPS = {"database_url": "?application_name=batchsvc", "redis_url": "?client_name=batchsvc"}  # makes it another form
 _OF_US = ".written"  # sums of the derived files as we wrote them
 # what differs between two files of one shape: password and host of an address, and the values of keys; it tells whose a
 # file is that has no such sum
@@ -42,7 +43,8 @@ def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Pa
     """The files by name; secrets that are there already stay. `database` and `queue` are the hosts in the URLs.
 
     Raises PlanError where a service is somebody else's, and the file with its address or key isn't there yet; and where
-    an address that somebody else wrote has a password that the service no longer takes.
+    an address that somebody else wrote, or may have written, has a password that the service no longer takes, or a host
+    that the plan hasn't.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
@@ -60,7 +62,7 @@ def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Pa
             continue
         if held == text.strip():
             sums[name] = _sum(text)
-        elif held is None or (_sum(held) == sums[name] if name in sums else _shape(held) == _shape(text)):
+        elif held is None or (name in sums and _sum(held) == sums[name]):
             _write(folder / name, text)
             sums[name] = _sum(text)
         elif name in _PASSWORDS and not _has_password_of(held, text):
@@ -68,8 +70,18 @@ def made(plan: Plan, folder: Path, *, database: str, queue: str) -> dict[str, Pa
                 f"{folder / name} was edited, and has another password than {_PASSWORDS[name]} beside it: put that in, "
                 "or remove the file for a new one."
             )
+        elif name not in sums and _shape(held) == _shape(text):  # of a folder from before the sums
+            ours = {host.lower() for host in (*plan.hosts, database, queue)}
+            if name in _PASSWORDS and (host := urlsplit(held).hostname) not in ours:
+                raise PlanError(
+                    f"{folder / name} names the host {host}, where this plan has none: remove the file for a new one; "
+                    f"if you wrote that host yourself, end the address with {_KEEPS[name]}, and it stays."
+                )
+            _write(folder / name, text)
+            sums[name] = _sum(text)
     _write(folder / _OF_US, json.dumps(sums))
-    return {path.name: path for path in sorted(folder.iterdir()) if path.name != _OF_US}
+    # one whose name begins with a dot is ours, or of a run that was killed while it wrote
+    return {path.name: path for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
 
 
 def digest(folder: Path, names: Iterable[str]) -> str:

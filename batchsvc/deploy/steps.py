@@ -43,10 +43,10 @@ def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = No
 
 def write_compose(plan: Plan, folder: Path) -> list[str]:
     """Write compose.yaml, Dockerfile and secrets; returns the commands."""
-    made(plan, folder / "secrets", database="postgres", queue="valkey")
-    for name in (folder / "secrets").iterdir():  # compose mounts them as they are, and the containers are no root
-        if name.name != _ADMIN:
-            name.chmod(0o444)
+    secrets = made(plan, folder / "secrets", database="postgres", queue="valkey")
+    for name, path in secrets.items():  # compose mounts them as they are, and the containers are no root
+        if name != _ADMIN:
+            path.chmod(0o444)
     digest_of = partial(digest, folder / "secrets")
     _write(folder / "compose.yaml", compose.compose_file(plan, digest_of))
     for file, text in images.files(plan).items():
@@ -155,6 +155,7 @@ check() { # UNIT FILE...: it is due if it doesn't run, or was last started with 
     systemctl is-active --quiet "$unit" || due="$due $unit"
 }
 restart() {
+  for unit in "$@"; do echo "starting $unit (its log: journalctl -fu $unit)"; done
   systemctl restart "$@"
   for unit in "$@"; do mv "$applied/$unit.new" "$applied/$unit"; done
 }"""

@@ -378,8 +378,11 @@ exec {at(plan.paths.program, host)} "$@"
 set -eu
 if [ "${{1:-}}" = database ]; then
   export PGHOST={folder} PGPORT={POSTGRES_PORT} PGUSER=postgres PGDATABASE=postgres
-  until {bin_}/psql -Xqc 'SELECT 1' >/dev/null 2>&1; do
+  since=$(date +%s)
+  until told=$({bin_}/pg_isready 2>&1); do
+    case $? in 1|2) ;; *) echo "pg_isready: $told" >&2; exit 1 ;; esac  # 1: it starts, 2: it doesn't answer yet
     [ -d "/proc/$MAINPID" ] || exit 1  # it ended: systemd starts it again once this has ended too
+    [ $(($(date +%s) - since)) -lt 60 ] || {{ echo "Still waiting for PostgreSQL: $told" >&2; since=$(date +%s); }}
     sleep 0.2
   done
   password=$(cat {config}/secrets/postgres_password)

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,18 +99,43 @@ def test_the_devices_of_gpus_are_there_before_an_engine_starts() -> None:
     assert not any("batchsvc-gpu.service" in text for text in unit_files(Plan(hosts=THREE)).values())
 
 
-def test_who_waits_for_postgres_gives_up_when_it_has_ended(tmp_path: Path) -> None:
-    """Its unit waits for ever, for a long recovery; systemd starts it again only once its last command has ended."""
+def wait_for_postgres(programs: Path, *, ready: str, main_pid: int | str) -> subprocess.CompletedProcess[str]:
+    """`start-postgres database` beside a pg_isready that does `ready`, a psql that fails, and a clock that runs."""
     [start] = [file for file in Systemd(Plan()).hosts()[0].files if file.path.endswith("start-postgres")]
-    fails = tmp_path / "psql"
-    fails.write_text("#!/bin/sh\nexit 2\n")
-    fails.chmod(0o755)
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    script = start.text.replace(Paths().postgres, str(tmp_path))
-    argv, env = ["sh", "-c", script, "start-postgres", "database"], {"PATH": "/usr/bin:/bin", "MAINPID": str(gone.pid)}
-    assert subprocess.run(argv, env=env, timeout=20, check=False).returncode == 1
+    (programs / "password").write_text("p")
+    for name, text in (
+        ("pg_isready", ready),
+        ("psql", "echo 'psql: too many clients' >&2; exit 2"),
+        ("date", f"echo . >> {programs}/ticks; echo $((30 * $(wc -l < {programs}/ticks)))"),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    script = start.text.replace(Paths().postgres, str(programs))
+    script = script.replace(f"{Paths().config}/secrets/postgres_password", str(programs / "password"))
+    argv, env = ["sh", "-c", script, "start-postgres", "database"], {"PATH": f"{programs}:/usr/bin:/bin"}
+    env["MAINPID"] = str(main_pid)
+    return subprocess.run(argv, env=env, timeout=20, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("state", [1, 2], ids=["starting", "no answer"])
+def test_who_waits_for_postgres_gives_up_when_it_has_ended(tmp_path: Path, state: int) -> None:
+    """Its unit waits for ever, for a long recovery; systemd starts it again only once its last command has ended."""
+    nobody = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    assert wait_for_postgres(tmp_path, ready=f"exit {state}", main_pid=nobody).returncode == 1
     assert units_of(Plan())["batchsvc-postgres.service"].one("TimeoutStartSec") == "infinity"
+
+
+def test_who_waits_for_postgres_says_each_minute_what_it_waits_for_and_fails_aloud(tmp_path: Path) -> None:
+    """No failure but that of a server that starts is waited out: the unit fails with it, in the log."""
+    ready = f"echo . >> {tmp_path}/asked; echo 'socket - rejecting'; [ $(wc -l < {tmp_path}/asked) -gt 5 ]"
+    waited = wait_for_postgres(tmp_path, ready=ready, main_pid="self")
+    assert waited.returncode == 2
+    told = waited.stderr.splitlines()
+    assert told[-1] == "psql: too many clients"
+    assert set(told[:-1]) == {"Still waiting for PostgreSQL: socket - rejecting"}
+    assert 1 <= len(told[:-1]) < 5
+    missing = wait_for_postgres(tmp_path, ready="echo 'no attempt' >&2; exit 3", main_pid="self")
+    assert (missing.returncode, missing.stderr) == (1, "pg_isready: no attempt\n")
 
 
 def test_a_worker_host_needs_nothing_of_the_others_units() -> None:
@@ -246,11 +272,51 @@ def test_a_folder_from_before_its_sums_is_brought_up_to_date_too(tmp_path: Path)
     folder = tmp_path / "secrets"
     steps.write_systemd(Plan(), tmp_path, ssh="root@{host}")
     (folder / ".written").unlink()
-    steps.write_systemd(Plan(hosts=("fd00::1",)), tmp_path, ssh="root@{host}")
+    steps.write_systemd(Plan(hosts=("fd00::1", "127.0.0.1")), tmp_path, ssh="root@{host}")
     assert "@[fd00::1]:6379/0" in (folder / "redis_url").read_text()
     (folder / ".written").unlink()
-    steps.write_systemd(Plan(hosts=THREE), tmp_path, ssh="root@{host}")
-    assert f"@{THREE[0]}:6379/0" in (folder / "redis_url").read_text()
+    (folder / "s3_secret_key").unlink()
+    steps.write_systemd(Plan(hosts=("fd00::2", "fd00::1")), tmp_path, ssh="root@{host}")
+    assert "@[fd00::2]:6379/0" in (folder / "redis_url").read_text()
+    assert (folder / "s3_secret_key").read_text().strip() in (folder / "s3.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["database_url", "redis_url"])
+def test_an_address_that_nobody_knows_to_be_ours_is_never_overwritten(tmp_path: Path, name: str) -> None:
+    """In a folder from before its sums only the host or password may tell: an edited one is somebody's."""
+    folder, plan = tmp_path / "secrets", Plan(hosts=THREE)
+    steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+    ours = (folder / name).read_text()
+    for edited, says in (
+        (ours.replace(THREE[0], "pool"), f"{name} names the host pool, where this plan has none"),
+        (re.sub(r":[^:@]+@", ":other@", ours), f"{name} was edited, and has another password"),
+    ):
+        (folder / ".written").unlink()
+        (folder / name).write_text(edited)
+        with pytest.raises(PlanError, match=says) as refused:
+            steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+        assert (folder / name).read_text() == edited
+        (folder / name).unlink()
+        steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+        assert (folder / name).read_text() == ours
+        if ending := re.search(r"with (\?\S+),", str(refused.value)):
+            kept = edited.strip() + ending[1]
+            (folder / ".written").unlink()
+            (folder / name).write_text(kept)
+            steps.write_systemd(plan, tmp_path, ssh="root@{host}")
+            assert (folder / name).read_text() == kept
+
+
+@pytest.mark.parametrize("write", [steps.write_compose, steps.write_k8s])
+def test_what_a_killed_run_left_is_no_secret_of_the_deployment(
+    tmp_path: Path, write: Callable[[Plan, Path], list[str]]
+) -> None:
+    write(Plan(), tmp_path)
+    left = tmp_path / "secrets" / ".redis_url.new"
+    left.write_text("redis://:half")
+    left.chmod(0o600)
+    assert not any(".new" in line or ".written" in line for line in write(Plan(), tmp_path))
+    assert left.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_host_may_be_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +366,7 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
         ({"workers": 0}, "--workers"),
         ({"workers": 10}, "--workers"),
         ({"model": "a$(b)"}, "--model can't be"),
-        ({"engine_memory": "16 GB"}, "--engine-memory is such as 16Gi"),
+        *(({"engine_memory": size}, "--engine-memory is such as 16Gi") for size in ("16 GB", "16K", "16", "16e1", "0")),
         ({"image": 'x"y'}, "--image can't be"),
         ({"extra": {"BATCHSVC_X": "a\nb"}}, "--set takes NAME=VALUE"),
         ({"extra": {"BATCHSVC_TLS_CERT": "/a.pem"}}, "a proxy speaks TLS"),
@@ -319,6 +385,11 @@ def test_services_that_are_there_already_bring_their_own_address(tmp_path: Path)
 def test_what_cannot_be_deployed_is_refused_by_the_name_of_its_flag(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)):
         Plan(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["16Gi", "1.5Ti", "500M", "16000000k", "17179869184", "16e9", "1.6E10", "16Ki"])
+def test_memory_is_any_quantity_of_kubernetes_that_an_engine_may_need(size: str) -> None:
+    assert Plan(engine_memory=size).engine_memory == size
 
 
 def set_up(place: Path, programs: Path) -> list[str]:

@@ -13,12 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
 from batchsvc import logs
 from batchsvc.clock import monotonic_s
+from batchsvc.errors import ServiceError
 from batchsvc.threads import WorkThread
 from engine.errors import DeviceError, EngineError, RequestError
 from engine.request import Completion, Expectation, NewText, Request, StepOutput
@@ -301,6 +303,17 @@ class Pump:
         if isinstance(error, DeviceError):
             self.fail(f"The engine worker stopped: {error}", WorkerExit.DEVICE)
             return
-        # the text of an exception that isn't ours may hold what users sent; the log has its place
-        says = f"{type(error).__name__}: {error}" if isinstance(error, EngineError) else f"{type(error).__name__}."
-        self.fail(f"The engine worker stopped: {says}".splitlines()[0])
+        self.fail(f"The engine worker stopped: {told(error)}".splitlines()[0])
+
+
+def told(error: Exception) -> str:
+    """What an operator may read of an exception that ended a worker. The text of one that isn't ours, or that answers
+    a caller, may hold what users sent: then the log has its place."""
+    if isinstance(error, ServiceError) and error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return error.message
+    name = type(error).__name__
+    if isinstance(error, EngineError):
+        return f"{name}: {error}"
+    if isinstance(error, OSError) and error.strerror:  # without the name of a file
+        return f"{name}: {error.strerror} (see worker.crashed in its log)."
+    return f"{name} (see worker.crashed in its log)."

@@ -19,19 +19,21 @@ from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Unit, Worker
 from batchsvc.batches.unit_queries import Claim
 from batchsvc.db.session import Database
-from batchsvc.errors import UnavailableError
+from batchsvc.errors import InvalidRequestError, UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
+from engine.errors import ModelError
 from engine.fake import FakeEngine
 from engine.request import Expectation, Request, StepOutput
 from tests.dispatchers import NullDispatcher
 from tests.workers.conftest import DIGEST, World
 from tests.workers.helpers import finish, put_part
 from workers.finalize import Finalizer
-from workers.pump import EngineLike
+from workers.pump import EngineLike, told
 from workers.step import EngineRun
 
 LIVENESS_S = 30
+SEE = "(see worker.crashed in its log)."
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -199,6 +201,21 @@ def test_a_drain_finishes_what_runs_and_frees_the_rest(world: World) -> None:
     finalized(world, batch_id, Status.COMPLETED)
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (UnavailableError("The store doesn't answer.", code="store_away"), "The store doesn't answer."),
+        (InvalidRequestError("No parameter 'secret'."), f"InvalidRequestError {SEE}"),
+        (OSError(28, "No space left on device", "/data/secret"), f"OSError: No space left on device {SEE}"),
+        (OSError("secret"), f"OSError {SEE}"),
+        (ModelError("There is no model here."), "ModelError: There is no model here."),
+        (KeyError("secret"), f"KeyError {SEE}"),
+    ],
+)
+def test_what_is_told_of_the_end_of_a_worker_holds_nothing_of_users(error: Exception, says: str) -> None:
+    assert told(error) == says
+
+
 def test_an_engine_that_fails_ends_the_worker_with_one_sentence(sqlite_world: World) -> None:
     world = sqlite_world
     batch_id = world.add_batch(num_lines=8, unit_lines=4)
@@ -212,7 +229,7 @@ def test_an_engine_that_fails_ends_the_worker_with_one_sentence(sqlite_world: Wo
 
     with worker(world, Fails(None, max_running=2)) as run:
         until(lambda: run.failure is not None, "the failure")
-        assert run.failure == "The engine worker stopped: RuntimeError.", "its text may hold what users sent"
+        assert run.failure == f"The engine worker stopped: RuntimeError {SEE}", "its text may hold what users sent"
         run.drain()
     assert {unit.crash_count for unit in world.units(batch_id)} <= {0, 1}
     assert sum(unit.crash_count for unit in world.units(batch_id)) >= 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchsvc.batches import endpoints, magic
-from batchsvc.batches.body_values import wrong
+from batchsvc.batches.body_values import allow, wrong
 from batchsvc.batches.line_prompt import Fitting, tokenized
 from batchsvc.errors import InvalidRequestError, OverloadedError, UnavailableError
 from batchsvc.files.request_object import request_object
@@ -19,6 +19,12 @@ from engine.text import TextModel
 
 MOST_LOGPROBS = 200_000
 """Of all answers of a call: tenths of a second of a process, and tens of megabytes."""
+_STREAM_OPTIONS = "stream_options"
+_OPTIONS = frozenset({"include_usage"})
+_HARMLESS_OPTIONS: dict[str, tuple[Any, ...]] = {  # nothing is padded here, whatever is asked for
+    "include_obfuscation": (True, False),
+    "continuous_usage_stats": (False,),
+}
 _OF_NO_ENGINE: dict[str, type[OverloadedError | UnavailableError]] = {
     "too_many_calls": OverloadedError,
     "no_worker": UnavailableError,
@@ -59,10 +65,7 @@ def read_body(data: bytes) -> Body:
         if not isinstance(model, str):
             raise wrong("model", "the name of a model", model)
         streams = _flag(body.get("stream"), "stream")
-        options = body.get("stream_options")
-        if options is not None and not isinstance(options, dict):
-            raise wrong("stream_options", "an object", options)
-        includes_usage = _flag((options or {}).get("include_usage"), "stream_options.include_usage")
+        includes_usage = _includes_usage(body.get(_STREAM_OPTIONS), streams=streams)
     except RequestError as error:
         raise refused(error) from error
     rest = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
@@ -111,6 +114,21 @@ def _refuse_many_logprobs(asked: Asked, top: int) -> None:
 def refused(error: RequestError) -> InvalidRequestError:
     """A refusal of a line as that of a call."""
     return InvalidRequestError(str(error), code=error.code, param=error.param)
+
+
+def _includes_usage(options: Any, *, streams: bool) -> bool:
+    if options is None or options == {}:
+        return False
+    if not isinstance(options, dict):
+        raise wrong(_STREAM_OPTIONS, "an object", options)
+    if not streams:
+        says = f"{_STREAM_OPTIONS} say how to stream: set stream to true, or remove them from the body."
+        raise RequestError(says, code="invalid_value", param=_STREAM_OPTIONS)
+    try:
+        allow(options, _OPTIONS, _HARMLESS_OPTIONS)
+    except RequestError as error:
+        raise RequestError(str(error), code=error.code, param=f"{_STREAM_OPTIONS}.{error.param}") from error
+    return _flag(options.get("include_usage"), f"{_STREAM_OPTIONS}.include_usage")
 
 
 def _flag(value: Any, name: str) -> bool:

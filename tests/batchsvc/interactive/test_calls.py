@@ -160,6 +160,10 @@ def test_projects_share_no_cache_and_calls_go_first(place: Place, running: Watch
     assert {first.lane, second.lane} == {Lane.INTERACTIVE}
 
 
+def streamed_with(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    return {"stream": True, "stream_options": options}, 400
+
+
 REFUSALS: list[tuple[dict[str, Any], int, str, str]] = [
     ({"model": "nope"}, 404, "model_not_found", "model"),
     ({"model": 3}, 400, "invalid_value", "model"),
@@ -167,7 +171,15 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str]] = [
     ({"max_tokens": 10**6}, 400, "context_length_exceeded", "messages"),
     ({"temperature": 9}, 400, "invalid_value", "temperature"),
     ({"stream": "yes"}, 400, "invalid_value", "stream"),
-    ({"stream_options": 1}, 400, "invalid_value", "stream_options"),
+    ({"stream": True, "stream_options": 1}, 400, "invalid_value", "stream_options"),
+    ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
+    (*streamed_with({"include_usage": 1}), "invalid_value", "stream_options.include_usage"),
+    (*streamed_with({"include_usge": True}), "unknown_parameter", "stream_options.include_usge"),
+    (
+        *streamed_with({"continuous_usage_stats": True}),
+        "unsupported_parameter",
+        "stream_options.continuous_usage_stats",
+    ),
     ({"top_logprob": 1}, 400, "unknown_parameter", "top_logprob"),
     ({"logprobs": True, "top_logprobs": 20, "max_tokens": 90, "n": 128}, 400, "invalid_value", "logprobs"),
 ]

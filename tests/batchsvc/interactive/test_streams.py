@@ -73,7 +73,8 @@ def test_several_text_completions_are_streamed_with_their_usage(real: Place) -> 
     ask: dict[str, Any] = {"model": MODEL, "prompt": "The parcel", "n": 3, "logprobs": 1, **LINES}
     client = real.client()
     whole = client.completions.create(**ask)
-    *chunks, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    options: Any = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None}
+    *chunks, last = client.completions.create(**ask, stream=True, stream_options=options)
     assert last.choices == [] and last.usage == whole.usage
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
     for choice in whole.choices:

@@ -23,6 +23,7 @@ from engine.text import TextModel
 MOST_LINE_BYTES = 16 << 20
 DEFAULT_ANSWER_TOKENS = 256
 """Of a line that the teacher answers and that names no most."""
+_ROLES = {"developer": "system"}  # templates know system; developer is its later name
 
 
 class Line(NamedTuple):
@@ -149,12 +150,44 @@ def _prompt(body: Any, text: TextModel) -> tuple[int, ...]:
     messages, prompt = body.get("messages"), body.get("prompt")
     try:
         if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-            return tuple(text.prompt_ids(messages))
+            return tuple(text.tokenizer.encode(text.render(_chat(body, messages), **_variables(body, text))))
         if isinstance(prompt, str) and prompt:
             return tuple(text.tokenizer.encode_texts([prompt])[0])
     except (TypeError, AttributeError) as error:
         raise _UnusableError("can't be rendered") from error
     raise _UnusableError("without messages or a prompt")
+
+
+def _chat(body: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as a template is given them when the line is served: a message's body has its system prompt beside
+    them."""
+    system = body.get("system")
+    chat = [{"role": "system", "content": system}, *messages] if system else messages
+    if any(message.get("role") == "tool" or message.get("tool_calls") for message in chat):
+        raise _UnusableError("with tools or several answers")
+    return [{"role": _ROLES.get(str(role), role), "content": content} for role, content in map(_spoken, chat)]
+
+
+def _spoken(message: dict[str, Any]) -> tuple[Any, Any]:
+    return message.get("role"), message.get("content")
+
+
+def _variables(body: dict[str, Any], text: TextModel) -> dict[str, Any]:
+    """What else the template is given; what this teacher's doesn't know would be another prompt than the line's."""
+    known = frozenset[str]() if text.template is None else text.template.variables
+    given, config = body.get("chat_template_kwargs") or {}, body.get("output_config")
+    effort = body.get("reasoning_effort") or (config.get("effort") if isinstance(config, dict) else None)
+    if not isinstance(given, dict) or not given.keys() <= known:
+        raise _UnusableError("with variables that the teacher's chat template doesn't know")
+    if effort is None:
+        return given
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort, **given}
+    if "enable_thinking" in known:
+        return {"enable_thinking": effort != "none", **given}
+    if effort != "none":
+        raise _UnusableError("with variables that the teacher's chat template doesn't know")
+    return given
 
 
 def _answer(result: Any, text: TextModel) -> tuple[int, ...]:
@@ -171,7 +204,8 @@ def _answer(result: Any, text: TextModel) -> tuple[int, ...]:
         raise _UnusableError("without an answer's text")
     ids = text.tokenizer.encode(said)
     end = text.tokenizer.token_id(text.meta.eos_token)
-    if choice.get("finish_reason") == "stop" and end in text.meta.eos_ids:
+    ended_it = choice.get("finish_reason") == "stop" and choice.get("stop_reason") is None  # no string of `stop` did
+    if ended_it and end in text.meta.eos_ids:
         ids.append(int(end))
     return tuple(ids)
 

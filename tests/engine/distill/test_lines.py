@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.distill.errors import DistillError
 from engine.distill.lines import Line, read_lines
 from engine.distill.options import MOST_SAMPLES
 from engine.request import SamplingParams
-from engine.text import load_text
+from engine.text import ChatTemplate, load_text
 
 
 def line(number: int, **body: Any) -> dict[str, Any]:
@@ -76,6 +77,46 @@ def test_answers_are_joined_and_what_failed_is_counted(tmp_path: Path, tiny_mode
     first = next(one for one in found.usable if one.number == 1)
     assert list(first.prompt) == text.prompt_ids([{"role": "user", "content": "Where is order 1?"}])
     assert len(read_lines(data, [], text, most=2).usable) == 2
+
+
+def test_a_prompt_is_the_one_that_was_served(tmp_path: Path, tiny_model: Path) -> None:
+    """With the system prompt that stands beside messages, and what else the line gives to the template; or it's no line
+    to learn from."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.name }};{% endfor %}{{ enable_thinking }}"
+    text = replace(load_text(tiny_model), template=ChatTemplate(template))
+    user = {"role": "user", "content": "Hi"}
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    data = write(
+        tmp_path / "in.jsonl",
+        line(1, messages=[user], system=[{"type": "text", "text": "Be brief."}]),
+        line(2, messages=[{"role": "developer", "content": "Be brief.", "name": "x"}, user]),
+        line(3, messages=[user], **thinking),
+        line(4, messages=[user], reasoning_effort="none"),
+        line(5, messages=[user], output_config={"effort": "high"}),
+        line(6, messages=[user, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
+        line(7, messages=[user], chat_template_kwargs={"date": "today"}),
+    )
+    found = read_lines(data, [], text, most=9)
+    told = "system:Be brief.:;user:Hi:;"
+    assert [text.tokenizer.decode(one.prompt) for one in found.usable] == [
+        *(told, told, "user:Hi:;True", "user:Hi:;False", "user:Hi:;True")
+    ]
+    unknown = "with variables that the teacher's chat template doesn't know"
+    assert found.skipped == {"with tools or several answers": 1, unknown: 1}
+    plain = replace(text, template=ChatTemplate("{{ messages[0].content }}"))
+    found = read_lines(data, [], plain, most=9)
+    assert [one.number for one in found.usable] == [1, 2, 4] and found.skipped[unknown] == 3
+
+
+def test_a_string_that_stopped_an_answer_is_no_end_of_it(tmp_path: Path, tiny_model: Path) -> None:
+    text = load_text(tiny_model)
+    stopped, plain = result(1), result(2)
+    stopped["response"]["body"]["choices"][0]["stop_reason"] = "\n"
+    plain["response"]["body"]["choices"][0]["stop_reason"] = None
+    data = write(tmp_path / "in.jsonl", line(1, stop="\n"), line(2))
+    found = read_lines(data, [write(tmp_path / "out.jsonl", stopped, plain)], text, most=9).usable
+    said = tuple(text.tokenizer.encode("Late."))
+    assert [one.answer for one in found] == [said, (*said, text.tokenizer.token_id("<|im_end|>"))]
 
 
 def test_files_that_give_nothing_are_told(tmp_path: Path, tiny_model: Path) -> None:

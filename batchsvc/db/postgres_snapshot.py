@@ -5,7 +5,8 @@ go out as COPY's text. To load them, again in one transaction, our tables are dr
 revision that they were copied at, emptied of what these put there, and the rows go in, in the order of foreign keys,
 with our triggers switched off: what these would write is among the rows already.
 
-The programs have to be of the server's own version: what a newer pg_restore sends, an older server may refuse.
+The programs have to be of the server's own version: what a newer pg_restore sends, an older server may refuse. And
+they copy databases in which all is ours: what others keep there, pg_dump would take along, and pg_restore make again.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import Connection, MetaData, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from batchsvc.db import migrate
@@ -33,7 +36,6 @@ from batchsvc.db.snapshot import (
     Kind,
     Snapshot,
     SnapshotFile,
-    others_of,
     revision_of,
     tables_of,
     without_password,
@@ -42,6 +44,30 @@ from batchsvc.errors import UnavailableError
 
 _DUMP = "database.dump.zst"
 _NO_LIMITS = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+_OF_TABLES = "TABLE|TABLE DATA|DEFAULT|CONSTRAINT|CHECK CONSTRAINT|FK CONSTRAINT|INDEX|STATISTICS|TRIGGER"
+"""What pg_dump calls our tables and what is theirs, beside sequences and the functions of triggers."""
+_HAS_OTHERS = """
+WITH ours AS (
+    SELECT oid FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relname = ANY(:ours)
+)
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname NOT IN ('public', 'information_schema') AND nspname !~ '^pg_')
+    OR EXISTS (SELECT FROM pg_extension WHERE extname <> 'plpgsql')
+    OR EXISTS (SELECT FROM pg_publication)
+    OR EXISTS (SELECT FROM pg_event_trigger)
+    OR EXISTS (SELECT FROM pg_foreign_data_wrapper)
+    OR EXISTS (SELECT FROM pg_largeobject_metadata)
+    OR EXISTS (
+        SELECT FROM pg_depend
+        WHERE refclassid = 'pg_namespace'::regclass AND refobjid = 'public'::regnamespace AND deptype = 'n'
+        AND NOT (classid = 'pg_class'::regclass AND (objid IN (SELECT oid FROM ours) OR objid IN (
+            SELECT objid FROM pg_depend WHERE classid = 'pg_class'::regclass AND refclassid = 'pg_class'::regclass
+            AND deptype IN ('a', 'i') AND refobjid IN (SELECT oid FROM ours)
+        )))
+        AND NOT (classid = 'pg_proc'::regclass AND objid IN (
+            SELECT tgfoid FROM pg_trigger WHERE tgrelid IN (SELECT oid FROM ours)
+        ))
+    )
+"""
 
 
 @contextmanager
@@ -53,14 +79,15 @@ def taken(database_url: str, tables: Collection[str]) -> Iterator[Snapshot]:
             for limit in _NO_LIMITS:
                 session.execute(text(f"SET LOCAL {limit} = 0"))
             now_ms, revision = database_now_ms(session), revision_of(session)
-            if program := _program("pg_dump", _server_major(session)):
+            program = None if _has_others(session, tables) else _program("pg_dump", _server_major(session))
+            if program:
                 kind: Kind = "postgresql-dump"
-                files = [_dump(program, database_url, session, tables)]
+                files = [_dump(program, database_url, session)]
             else:
                 kind, files = "postgresql-copy", _tables(session, tables)
             yield Snapshot(kind=kind, revision=revision, now_ms=now_ms, session=session, files=tuple(files))
-    except OperationalError as error:
-        raise UnavailableError(f"The database doesn't answer: {without_password(str(error.orig))}.") from error
+    except (OperationalError, psycopg.Error) as error:  # psycopg's own come of COPY
+        raise UnavailableError(_told(error)) from error
     finally:
         database.dispose()
 
@@ -100,7 +127,7 @@ def restoring_program(database_url: str) -> str:
 def load_dump(database_url: str, file: SnapshotFile, scratch: Path, tables: Collection[str]) -> None:
     """Load what pg_dump wrote. Raises UnavailableError where pg_restore is missing, can't read that, or fails."""
     program = restoring_program(database_url)
-    packed = scratch / "database.dump"
+    packed, wanted = scratch / "database.dump", scratch / "database.list"
     try:
         with packed.open("xb") as sink:
             for piece in file.pieces():
@@ -112,9 +139,10 @@ def load_dump(database_url: str, file: SnapshotFile, scratch: Path, tables: Coll
                 f"pg_restore can't read what pg_dump wrote ({without_password(listed.stderr)}). Nothing was dropped; "
                 "restore into a PostgreSQL as new as the one that the backup is of, with its client programs."
             )
+        wanted.write_text(_ours_of(listed.stdout, tables), encoding="utf-8")
         with _working(database_url) as connection:
             _clear(connection, tables)
-        arguments = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges"]
+        arguments = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", f"--use-list={wanted}"]
         done = subprocess.run(
             [program, *arguments, f"--dbname={env['PGDATABASE']}", str(packed)],
             env=env,
@@ -142,14 +170,34 @@ def others_connected(database_url: str) -> int:
         return int(connection.execute(text(asked)).scalar_one())
 
 
-def _dump(program: str, database_url: str, session: Session, tables: Collection[str]) -> SnapshotFile:
+def _has_others(session: Session, tables: Collection[str]) -> bool:
+    """Whether the database has anything, in whatever schema, that isn't of these tables: then no dump is ours alone."""
+    return bool(session.execute(text(_HAS_OTHERS), {"ours": [*tables, VERSION_TABLE]}).scalar_one())
+
+
+def _ours_of(listed: str, tables: Collection[str]) -> str:
+    """Of a dump's list of contents what is of the schema of these tables and of their kinds: versions before have
+    dumped what others had there, too. Sequences have a table's name, and functions of triggers no arguments."""
+    names = "|".join(map(re.escape, tables))
+    found = re.findall(rf"^\d+; \d+ \d+ TABLE (\S+) (?:{names}) ", listed, re.MULTILINE)
+    ((schema, _),) = Counter(found).most_common(1) or [("public", 0)]
+    there = re.escape(schema)
+    kinds = (
+        f"(?:{_OF_TABLES}) {there} ",
+        f"SEQUENCE(?: OWNED BY| SET)? {there} (?:{names})_",
+        rf"FUNCTION {there} \S+\(\) ",
+    )
+    ours = re.compile(rf"\d+; \d+ \d+ (?:{'|'.join(kinds)})")
+    return "".join(line for line in listed.splitlines(keepends=True) if ours.match(line))
+
+
+def _dump(program: str, database_url: str, session: Session) -> SnapshotFile:
     moment = session.execute(text("SELECT pg_export_snapshot()")).scalar_one()
-    others = [f"--exclude-table={_quoted(name)}" for name in sorted(others_of(session.connection(), tables))]
 
     def pieces() -> Iterable[bytes]:
         arguments = ["--format=custom", "--compress=0", "--no-owner", "--no-privileges", f"--snapshot={moment}"]
         process = subprocess.Popen(
-            [program, *arguments, *others],
+            [program, *arguments],
             env=_environment(database_url),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -194,17 +242,27 @@ def _copied(connection: Connection, statement: str) -> Iterator[bytes]:
 
 @contextmanager
 def _working(database_url: str) -> Iterator[Connection]:
-    """A transaction that takes the time that it needs."""
+    """A transaction that takes the time that it needs. Raises UnavailableError where the server refuses a statement."""
     database = Database(database_url)
     try:
         with database.engine.begin() as connection:
             for limit in _NO_LIMITS:
                 connection.execute(text(f"SET LOCAL {limit} = 0"))
             yield connection
-    except OperationalError as error:
-        raise UnavailableError(f"The database doesn't answer: {without_password(str(error.orig))}.") from error
+    except (DBAPIError, psycopg.Error) as error:
+        raise UnavailableError(_told(error)) from error
     finally:
         database.dispose()
+
+
+def _told(error: DBAPIError | psycopg.Error) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    said, state = without_password(str(cause)), getattr(cause, "sqlstate", None)
+    if not isinstance(cause, psycopg.Error) or state is None or state.startswith(("08", "57P")):
+        return f"The database doesn't answer: {said}."
+    if isinstance(cause, psycopg.errors.DependentObjectsStillExist):  # other errors' details may be what users sent
+        said += f" ({without_password(cause.diag.message_detail or '')})"
+    return f"The database refused: {said}. Remove the cause, and try again; nothing was changed."
 
 
 def _clear(connection: Connection, tables: Collection[str]) -> None:
@@ -269,11 +327,17 @@ def _program(name: str, major: int) -> str | None:
 
 def _environment(database_url: str) -> dict[str, str]:
     """How libpq's programs are told where the database is: never by argv, where `ps` would show the password. What
-    the URL leaves out they take from PG* variables, as our own connections do."""
+    the URL leaves out they take from PG* variables, as our own connections do; of a service's file, which would come
+    before these, they get what it says."""
     plain = re.sub(r"^postgresql\+psycopg://", "postgresql://", database_url)
     given = conninfo_to_dict(plain)
-    names = {option.keyword.decode(): option.envvar for option in pq.Conninfo.get_defaults()}
+    defaults = pq.Conninfo.get_defaults()
+    names = {option.keyword.decode(): option.envvar for option in defaults}
     env = dict(os.environ)
+    if "PGSERVICE" in env and "service" not in given:
+        del env["PGSERVICE"]
+        env |= {one.envvar.decode(): one.val.decode() for one in defaults if one.envvar and one.val}
+        env.pop("PGSERVICE", None)
     for keyword, value in given.items():
         if (variable := names.get(keyword)) and value is not None:
             env[variable.decode()] = str(value)

@@ -95,17 +95,29 @@ def family(kind_or_url: str) -> str:
 
 
 def tables_of(connection: Connection) -> set[str]:
-    """Names of the tables that are there."""
+    """Names of the tables that are there, without those of PostgreSQL's extensions."""
     from sqlalchemy import inspect
 
-    return set(inspect(connection).get_table_names())
+    return set(inspect(connection).get_table_names()) - _of_extensions(connection)
 
 
 def others_of(connection: Connection, tables: Collection[str]) -> set[str]:
     """Names of tables and views that are there beside `tables` and the one of migrations."""
     from sqlalchemy import inspect
 
-    return (tables_of(connection) | set(inspect(connection).get_view_names())) - {*tables, VERSION_TABLE}
+    views = set(inspect(connection).get_view_names()) - _of_extensions(connection)
+    return (tables_of(connection) | views) - {*tables, VERSION_TABLE}
+
+
+def _of_extensions(connection: Connection) -> set[str]:
+    """What came with CREATE EXTENSION, as it does in databases of many providers: it is nobody's work."""
+    if connection.dialect.name == "sqlite":
+        return set()
+    asked = (
+        "SELECT c.relname FROM pg_class c JOIN pg_depend d ON d.objid = c.oid AND d.classid = 'pg_class'::regclass"
+        " WHERE d.deptype = 'e' AND c.relnamespace = current_schema()::regnamespace"
+    )
+    return set(connection.execute(text(asked)).scalars())
 
 
 def revisions_of(session: Session) -> list[str]:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,14 +23,12 @@ from batchsvc.batches import snapshot_queries
 from batchsvc.cli.exits import CommandError
 from batchsvc.db import migrate, postgres_snapshot
 from batchsvc.db.session import Database
-from batchsvc.db.snapshot import tables_of
 from batchsvc.errors import UnavailableError
 from batchsvc.files.tables import TenantStore
 from batchsvc.sealing import Seals
 from batchsvc.settings import Settings
 from batchsvc.stack.datadir import DataDir
 from batchsvc.store.s3 import ObjectStore
-from batchsvc.tables import metadata
 from tests import servers
 from tests.batchsvc.backup.conftest import Command, Env
 from tests.batchsvc.backup.test_backup import made, on_sqlite, refusal, work
@@ -172,34 +171,6 @@ def test_a_place_that_is_not_empty_is_refused_unless_told(
         assert broken_off["num_copied"] == 0, "what an interrupted restore has left is no obstacle"
 
 
-@BOTH
-def test_what_others_keep_in_the_database_is_neither_copied_nor_dropped(
-    backed_up: Vault, world: World, here: Env, there: Env, command: Command
-) -> None:
-    """A database that is shared, and one whose tables only have the names of ours."""
-    world.db.dispose()
-    manifest = backed_up.manifest(None)
-    for env, name in ((here, "theses"), (there, "projects")):
-        db = Database(env["DATABASE_URL"])
-        with db.transaction() as session:
-            session.execute(text(f"CREATE TABLE {name} (x INTEGER)"))
-        db.dispose()
-        said = refusal(command(env, "restore", backed_up.root, "--from-env", "--overwrite", path="/nowhere"))
-        assert f"such as {name}" in said and "a database of its own" in said
-        with db.reading() as session:
-            assert not session.execute(text(f"SELECT x FROM {name}")).all(), "it is still there"
-        db.dispose()
-    again = made(command(here, "backup", backed_up.root, "--from-env", "--json", path="/nowhere"))
-    if manifest.kind == "sqlite":
-        return
-    assert "theses" not in {file["table"] for file in again["database"]}
-    db = Database(here["DATABASE_URL"])
-    with db.engine.begin() as connection:
-        postgres_snapshot._clear(connection, metadata.tables.keys())
-        assert tables_of(connection) == {"theses"}
-    db.dispose()
-
-
 @on_postgresql
 def test_programs_of_another_version_are_not_used(
     backed_up: Vault, world: World, here: Env, command: Command, tmp_path: Path
@@ -240,7 +211,8 @@ def test_a_copy_that_cannot_be_loaded_leaves_the_database_as_it_was(
     manifest = json.loads((backed_up.folder(backed_up.finished()[-1]) / "manifest.json").read_bytes())
     *files, last = manifest["database"]
     _change("database", [*files, last | {"columns": [*last["columns"], "strange"]}])(backed_up)
-    assert command(here, "restore", backed_up.root, "--from-env", "--overwrite", path="/nowhere").exit_code
+    said = refusal(command(here, "restore", backed_up.root, "--from-env", "--overwrite", path="/nowhere"))
+    assert f'column "strange" of relation "{last["table"]}" does not exist' in said and "nothing was changed" in said
     with world.db.reading() as session:
         assert snapshot_queries.has_projects(session)
     migrate.require_current(here["DATABASE_URL"])
@@ -253,6 +225,33 @@ def test_programs_inherit_what_the_url_leaves_out(monkeypatch: pytest.MonkeyPatc
     asked = ("PGSSLROOTCERT", "PGHOST", "PGPORT", "PGUSER", "PGPASSWORD", "PGDATABASE", "PGSSLMODE")
     expected = ["/ca.pem", "db.example", "6432", "me", "inherited", "batches", "verify-full"]
     assert [env[name] for name in asked] == expected
+
+
+def test_a_service_does_not_send_programs_elsewhere_than_the_url(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """libpq takes a service's file before PG* variables."""
+    file = tmp_path / "services.conf"
+    file.write_text("[ours]\nhost=elsewhere\nport=1\npassword=of-service\nsslrootcert=/ca.pem\n")
+    for name, value in {"PGSERVICEFILE": str(file), "PGSERVICE": "ours", "PGPASSWORD": "inherited"}.items():
+        monkeypatch.setenv(name, value)
+    env = postgres_snapshot._environment("postgresql+psycopg://me@db.example/batches")
+    assert "PGSERVICE" not in env
+    asked = ("PGHOST", "PGPORT", "PGUSER", "PGPASSWORD", "PGDATABASE", "PGSSLROOTCERT")
+    assert [env[name] for name in asked] == ["db.example", "1", "me", "of-service", "batches", "/ca.pem"]
+
+
+def _gone(database_url: str) -> None:
+    """Wait until a PostgreSQL counts no sessions that have just ended."""
+    if not database_url.startswith("sqlite"):
+        _until_connected(database_url, 0)
+
+
+def _until_connected(database_url: str, others: int) -> None:
+    deadline = time.monotonic() + 30
+    while (counted := postgres_snapshot.others_connected(database_url)) != others:
+        assert time.monotonic() < deadline, f"{counted} others"
+        time.sleep(0.05)
 
 
 @BOTH
@@ -268,6 +267,7 @@ def test_whoever_comes_while_objects_are_copied_is_noticed(
             with database.transaction() as session:
                 session.add(Project(id="p", name="new", salt="s", created_ms=1))
             database.dispose()
+            _gone(there["DATABASE_URL"])
         return put(vault, store, saved)
 
     monkeypatch.setattr(restoring, "_put", meddling)
@@ -395,11 +395,13 @@ def test_sessions_of_other_roles_are_seen_by_one_that_may_see_little_of_them(mig
     db = Database(migrated_url)
     with db.engine.begin() as connection:
         connection.execute(text(f"CREATE ROLE {role} LOGIN"))
-    theirs = re.sub("//[^@/]*@", f"//{role}@", migrated_url)
-    db.dispose()
-    assert postgres_snapshot.others_connected(theirs) == 0
-    with db.engine.connect():
-        assert postgres_snapshot.others_connected(theirs) == 1
-    with db.engine.begin() as connection:
-        connection.execute(text(f"DROP ROLE {role}"))
-    db.dispose()
+    try:
+        theirs = re.sub("//[^@/]*@", f"//{role}@", migrated_url)
+        db.dispose()
+        _until_connected(theirs, 0)
+        with db.engine.connect():
+            _until_connected(theirs, 1)
+    finally:
+        with db.engine.begin() as connection:
+            connection.execute(text(f"DROP ROLE {role}"))
+        db.dispose()

@@ -137,7 +137,8 @@ def open_engine_run(settings: Settings, baton: Baton | None = None) -> EngineRun
         line_up.look(db)
         chosen = OwnModel(baton.digest, baton.source)
     if chosen.digest != own[0].digest:  # what was chosen for the first model may not fit another
-        settings = settings.model_copy(update={"draft": None, "spec": "off" if settings.draft else settings.spec})
+        spec = "auto" if settings.spec in ("draft", "heads") else settings.spec
+        settings = settings.model_copy(update={"draft": None, "spec": spec})
     with (
         nullcontext()
         if baton is None

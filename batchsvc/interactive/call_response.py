@@ -148,7 +148,7 @@ class CallResponse(Response):
     async def _fail(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
         log.info("call.failed", call=self._call.priced.id, code=error.code)
         if not self._has_begun:
-            await response(error, Request(scope))(scope, receive, send)
+            await response(error, Request(scope))(scope, receive, functools.partial(self._send, send))
         else:
             await self._push(send, self._stream.fail(error), is_last=True)
 

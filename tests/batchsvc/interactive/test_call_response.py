@@ -20,7 +20,7 @@ from batchsvc.billing.pricing import STANDARD_TIER, shipped_book
 from batchsvc.interactive import service
 from batchsvc.interactive.asked import Asked
 from batchsvc.interactive.call_response import CallResponse
-from batchsvc.interactive.line import Line
+from batchsvc.interactive.line import Line, lost
 from batchsvc.interactive.service import PreparedCall
 from batchsvc.interactive.wire import Ended, Grown
 from batchsvc.settings import Settings
@@ -233,6 +233,22 @@ def test_an_answer_that_never_ends_is_ended_in_time_and_not_charged(charged: lis
             await asyncio.sleep(0.001)
         said = await talk.end()
         assert '"code":"call_timeout"' in said and charged == [] and talk.status == (200 if streams else 503)
+
+    run(test)
+
+
+def test_a_client_that_reads_nothing_of_a_refusal_holds_its_call_up_no_longer_than_any_other(
+    charged: list[Ended],
+) -> None:
+    """It may have left an answer of its connection unread before."""
+    settings = call_settings("sqlite:///nowhere.sqlite3", "redis://127.0.0.1:9", interactive_stall_s=0.2)
+
+    async def test() -> None:
+        talk = Talk(settings=settings)
+        talk.reads.clear()
+        talk.board.line.fail(lost())
+        await talk.end()
+        assert not talk.got and charged == []
 
     run(test)
 

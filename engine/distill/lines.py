@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from engine.distill.errors import DistillError
 from engine.distill.options import MOST_SAMPLES
 from engine.errors import EngineError, RequestError
@@ -81,6 +83,25 @@ def read_lines(data: Path, results: Sequence[Path], text: TextModel, *, most: in
     if not found.usable:
         raise DistillError(f"{data} gives nothing to learn from: {found.told()}")
     return found
+
+
+def split(lines: Sequence[Line], holdout: float, seed: int) -> tuple[list[Line], list[Line]]:
+    """Those to learn from, and about the share `holdout` kept apart, each in order. Lines of equal prompts stay on one
+    side: who has learned an answer to a prompt has seen it. Raises DistillError where there is one prompt only."""
+    order = [line.prompt for line in lines]
+    prompts = list(dict.fromkeys(order))
+    if len(prompts) < 2:
+        raise DistillError(
+            "A student needs lines of at least 2 different prompts: some to learn from, and some to be held against."
+        )
+    counts, wanted = Counter(order), max(round(holdout * len(lines)), 1)
+    apart, found = set[tuple[int, ...]](), 0
+    for place in np.random.default_rng(seed).permutation(len(prompts)).tolist()[:-1]:
+        if found >= wanted:
+            break
+        apart.add(prompts[place])
+        found += counts[prompts[place]]
+    return [line for line in lines if line.prompt not in apart], [line for line in lines if line.prompt in apart]
 
 
 def _add(found: Lines, number: int, value: dict[str, Any], result: Any, text: TextModel) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -16,7 +15,7 @@ from engine.distill import answers, evaluate, forward, losses, report, student, 
 from engine.distill.capture import Scorer, capture
 from engine.distill.checkpoint import Progress
 from engine.distill.errors import DistillError, StoppedError, memory_told
-from engine.distill.lines import Line, read_lines
+from engine.distill.lines import Line, read_lines, split
 from engine.distill.options import Options, check_place, entered
 from engine.distill.pack import Pack
 from engine.distill.shards import Dataset
@@ -115,11 +114,7 @@ class Run:
         if unanswered:
             self._tell({"say": f"{unanswered:,} lines are skipped, as the teacher had no answer to them."})
         self._skipped = sum(found.skipped.values()) + unanswered
-        if len(usable) < 2:
-            raise DistillError("A student needs at least 2 lines: some to learn from, and some to be held against.")
-        order = np.random.default_rng(options.seed).permutation(len(usable)).tolist()
-        held = min(max(round(options.holdout * len(usable)), 1), len(usable) - 1)
-        kept, apart = ([usable[place] for place in sorted(part)] for part in (order[held:], order[:held]))
+        kept, apart = split(usable, options.holdout, options.seed)
         if options.samples:
             more, _ = answers.answered(answers.drawn(kept, options.samples), config, self._work, self._phase("answers"))
             kept = sorted([*kept, *more], key=lambda line: line.prompt)  # neighbours share what they begin with

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.distill import answers
 from engine.distill.errors import DistillError
-from engine.distill.lines import Line, read_lines
+from engine.distill.lines import Line, read_lines, split
 from engine.distill.options import MOST_SAMPLES
 from engine.request import SamplingParams
 from engine.text import ChatTemplate, load_text
@@ -156,3 +156,22 @@ def test_a_further_answer_is_that_of_no_other_line(kept: set[int], samples: int)
     more = answers.drawn([line for line in lines if line.number in kept], samples)
     keys = {one.key for one in lines} | {one.key for one in more}
     assert len(keys) == len(lines) + len(kept) * samples and all(one.answer is None for one in more)
+
+
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=2, max_size=60).filter(lambda found: len(set(found)) > 1),
+    holdout=st.floats(0.01, 0.99),
+    seed=st.integers(0, 9),
+)
+def test_no_prompt_is_on_both_sides(prompts: list[int], holdout: float, seed: int) -> None:
+    lines = [Line(number, (prompt,), (2,), SamplingParams(max_tokens=9)) for number, prompt in enumerate(prompts)]
+    kept, apart = split(lines, holdout, seed)
+    assert kept and apart and sorted((*kept, *apart), key=lambda line: line.number) == lines
+    assert not {line.prompt for line in kept} & {line.prompt for line in apart}
+    with pytest.raises(DistillError, match="2 different prompts"):
+        split([line._replace(prompt=(1,)) for line in lines], holdout, seed)
+
+
+def test_about_the_share_that_is_asked_for_is_kept_apart() -> None:
+    lines = [Line(number, (number // 2,), (2,), SamplingParams(max_tokens=9)) for number in range(100)]
+    assert [len(split(lines, share, 0)[1]) for share in (0.1, 0.001, 0.2)] == [10, 2, 20]

@@ -12,6 +12,7 @@ decode side, which samples every token. So whatever is lost on the way is comput
     the request runs, with a hit
 
 Messages are in messages.py, who may send how much in credits.py. A link (link.py) carries them over any transport
-(wires.py): torch.distributed between hosts, memory that is shared on one. A peer that dies or falls silent ends its
-link, and what was under way on it is given to another, or computed by the decode side where there is none.
+(wires.py): torch.distributed between hosts, where a shared key tells who is who (signed.py), memory that is shared on
+one. A peer that dies or falls silent ends its link, and what was under way on it is given to another, or computed by
+the decode side where there is none.
 """

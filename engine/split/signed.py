@@ -7,7 +7,8 @@
 
 A digest is HMAC-SHA256 of a frame's number and its bytes. Its key is that of the session and the direction, made of the
 shared key and both greetings: a frame that is changed, left out, repeated, sent back or taken from another session
-isn't the one that is due. The proof tells who connects that keys differ, who listens sees it by the first frame.
+isn't the one that is due. The proof tells who connects that keys differ. Who listens sees it by the first frame, and
+says nothing but its greeting before.
 
 Nothing is encrypted: who can read the network reads tokens and blocks. Without a key frames have no digest; wires.py
 allows that where nobody but this host can connect.
@@ -63,44 +64,57 @@ NO_KEY = SplitKey()
 
 
 class SignedWire:
-    """A wire whose frames are signed and checked. The first `receive` greets, `send` waits for that."""
+    """A wire whose frames are signed and checked. The first `receive` greets; `send` waits until the other side may be
+    spoken to."""
 
     def __init__(self, wire: Wire, key: SplitKey, *, is_listener: bool, silence_s: float) -> None:
         self._wire = wire
         self._key = key
         self._is_listener = is_listener
         self._silence_s = silence_s
-        self._has_greeted = threading.Event()
-        self._outwards: _Signer | None = None  # None: they haven't greeted each other, or never will
+        self._is_settled = threading.Event()  # whether the other side may be spoken to
+        self._outwards: _Signer | None = None  # None: it may not
         self._inwards: _Signer | None = None
 
     def send(self, frame: bytes) -> None:
         """As Wire.send."""
-        if not self._has_greeted.wait(self._silence_s):
+        if not self._is_settled.wait(self._silence_s):
             raise PeerError(f"The other side was silent for {self._silence_s:g} s.")
-        if self._outwards is None:
+        outwards = self._outwards
+        if outwards is None:
             raise PeerError("The connection is closed.")
-        self._wire.send(self._outwards.next_digest(frame) + frame)
+        self._wire.send(outwards.next_digest(frame) + frame)
 
     def receive(self, most_bytes: int) -> bytes:
         """As Wire.receive. Raises PeerError for a frame that isn't the other side's next one, too."""
-        if self._inwards is None:
-            try:
+        try:
+            if self._inwards is None:
                 self._inwards = self._greet()
-            finally:
-                self._has_greeted.set()
-        signed = self._wire.receive(most_bytes + self._inwards.size)
-        digest, frame = signed[: self._inwards.size], signed[self._inwards.size :]
-        is_first = self._inwards.number == 0
-        if not hmac.compare_digest(digest, self._inwards.next_digest(frame)):
+                if not self._is_listener or not self._key.is_set:
+                    self._is_settled.set()
+            signed = self._wire.receive(most_bytes + self._inwards.size)
+            frame = self._checked(signed, self._inwards)
+        except BaseException:
+            self._outwards = None
+            raise
+        finally:
+            self._is_settled.set()
+        return frame
+
+    def close(self) -> None:
+        self._outwards = None
+        self._is_settled.set()
+        self._wire.close()
+
+    def _checked(self, signed: bytes, inwards: _Signer) -> bytes:
+        """The frame without its digest. Raises PeerError for one that isn't the next."""
+        digest, frame = signed[: inwards.size], signed[inwards.size :]
+        is_first = inwards.number == 0
+        if not hmac.compare_digest(digest, inwards.next_digest(frame)):
             if is_first:
                 raise PeerError(f"Its key isn't ours: {SAME_KEY}.")
             raise PeerError("A frame was changed, repeated or left out on its way.")
         return frame
-
-    def close(self) -> None:
-        self._has_greeted.set()
-        self._wire.close()
 
     def _greet(self) -> _Signer:
         """Exchanges greetings. Who connects speaks first, so that who listens can tell another version why not."""

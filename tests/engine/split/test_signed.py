@@ -239,6 +239,32 @@ def test_what_was_said_in_one_session_is_nothing_in_another() -> None:
     assert found == [f"{ANOTHER_KEY}."]
 
 
+def test_who_has_not_shown_the_key_is_told_nothing() -> None:
+    """Neither before its first frame nor after one that isn't signed."""
+    here, there, out, back = ends()
+    found: list[bytes | str] = []
+    reader, greeter = heard(there, found), heard(here, [])
+    said: list[str] = []
+
+    def speak() -> None:
+        try:
+            there.send(b"our model")
+        except PeerError as error:
+            said.append(str(error))
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    speaker.join(0.2)
+    assert speaker.is_alive()
+    assert len(back.seen) == 1, "a greeting, no more"
+    out.passing.put(bytes(40))
+    for thread in (reader, speaker):
+        thread.join()
+    assert (found, said, len(back.seen)) == ([f"{ANOTHER_KEY}."], ["The connection is closed."], 1)
+    back.passing.put(None)
+    greeter.join()
+
+
 def test_who_never_greets_is_left_and_holds_nobody_up() -> None:
     mine, theirs = socket_pair()
     wire = SignedWire(mine, KEY, is_listener=True, silence_s=0.1)

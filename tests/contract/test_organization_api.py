@@ -233,11 +233,13 @@ def test_the_audit_log_tells_who_changed_what(api: Api, admin: openai.OpenAI) ->
     organization.projects.rate_limits.update_rate_limit(
         "rl-all-models", project_id=project.id, max_requests_per_1_minute=7
     )
+    organization.projects.service_accounts.update(account.id, project_id=project.id, name="loader")
     organization.projects.service_accounts.delete(account.id, project_id=project.id)
     rows = list(organization.audit_logs.list(project_ids=[project.id], limit=2))
     assert [row.type for row in rows] == [
         "service_account.deleted",
         "api_key.deleted",
+        "service_account.updated",
         "rate_limit.updated",
         "api_key.created",
         "service_account.created",
@@ -245,7 +247,7 @@ def test_the_audit_log_tells_who_changed_what(api: Api, admin: openai.OpenAI) ->
     ]
     assert all(row.actor and row.actor.api_key and api.admin_key[3:11] == row.actor.api_key.id for row in rows)
     assert rows[-1].project_created is not None and rows[-1].project_created.id == project.id
-    assert rows[2].rate_limit_updated is not None
+    assert rows[3].rate_limit_updated is not None
     assert account.api_key.value not in "".join(row.to_json() for row in rows)
     newest, oldest = rows[0].effective_at, rows[-1].effective_at
     only = organization.audit_logs.list(
@@ -258,8 +260,8 @@ def test_the_audit_log_tells_who_changed_what(api: Api, admin: openai.OpenAI) ->
     assert [row.type for row in only] == ["api_key.deleted", "api_key.created"]
     assert not organization.audit_logs.list(project_ids=[project.id], effective_at={"gt": newest}).data
     assert not organization.audit_logs.list(project_ids=[project.id], effective_at={"lt": oldest}).data
-    back = organization.audit_logs.list(project_ids=[project.id], before=rows[3].id, limit=2)
-    assert [row.id for row in back.data] == [rows[1].id, rows[2].id]
+    back = organization.audit_logs.list(project_ids=[project.id], before=rows[4].id, limit=3)
+    assert [row.id for row in back.data] == [rows[1].id, rows[2].id, rows[3].id]
     with pytest.raises(openai.BadRequestError, match="no audit row"):
         organization.audit_logs.list(after="audit_log-none")
 

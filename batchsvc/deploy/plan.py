@@ -31,6 +31,7 @@ SECRET_SETTINGS = {
     "AWS_ACCESS_KEY_ID": "s3_access_key",
     "AWS_SECRET_ACCESS_KEY": "s3_secret_key",
     "BATCHSVC_SECRET_KEY": "secret_key",
+    "BATCHSVC_SPLIT_KEY": "split_key",
 }
 # what other parts of the deployment go by too (probes, ports, times to stop), and where it is said for all of them
 _TOLD_ELSEWHERE = {

@@ -23,7 +23,10 @@ from batchsvc.deploy.plan import POSTGRES_PORT, VALKEY_PORT, Plan, PlanError, Se
 
 DigestOf = Callable[[Iterable[str]], str]  # of files of secrets, by their names
 
-_PARTS = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
+_PARTS = (
+    *("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "s3_jwt_key"),
+    *("secret_key", "split_key"),
+)
 _JWT = ("jwt.signing", "jwt.signing.read", "jwt.filer_signing", "jwt.filer_signing.read")
 OF_SERVICE: dict[str, Service] = {  # files that only one data service reads, with the service
     "postgres_password": "postgres",

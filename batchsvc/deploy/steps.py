@@ -34,6 +34,7 @@ def write_systemd(plan: Plan, folder: Path, *, ssh: str, wheel: Path | None = No
         ]
     here = f"ssh {ssh.replace('{host}', plan.api_host)} {at(plan.paths.config, plan.api_host)}/here"
     return [
+        *_about_halves(plan, folder),
         *commands,
         "# the model that batches may name, and a key for whoever operates this",
         f"{here} models add {plan.model} --from-env",
@@ -54,6 +55,7 @@ def write_compose(plan: Plan, folder: Path) -> list[str]:
     docker = f"docker compose -f {shlex.quote(str(folder / 'compose.yaml'))}"
     run = f"{docker} exec -T api batchsvc"
     return [
+        *_about_halves(plan, folder),
         f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
         f"{docker} up --detach --wait api control",  # what they need comes with them
         f"{docker} up --detach",  # engines, which may pull their model for long
@@ -76,6 +78,7 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
     sources = " ".join(f"--from-file={shlex.quote(str(file))}" for name, file in secrets.items() if name != _ADMIN)
     run = f"{kubectl} exec deploy/batchsvc-api -- batchsvc"
     return [
+        *_about_halves(plan, folder),
         f"docker build -t {plan.image} -f {shlex.quote(str(folder / 'Dockerfile'))} .",
         f"docker push {plan.image}",
         # not by `apply`: without the labels of the manifest it would take them away
@@ -92,6 +95,14 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
         f"{run} models add {plan.model} --from-env",
         _admin_key(run, folder),
     ]
+
+
+def _about_halves(plan: Plan, folder: Path) -> list[str]:
+    """Where workers have roles: what they know each other by."""
+    if "BATCHSVC_ROLE" not in plan.extra and "BATCHSVC_SPLIT_LISTEN" not in plan.extra:
+        return []
+    key = shlex.quote(str(folder / "secrets" / "split_key"))
+    return [f"# prefill and decode workers know each other by {key}: all of them get it as BATCHSVC_SPLIT_KEY_FILE"]
 
 
 def _with_slash(place: Path) -> str:

@@ -17,6 +17,7 @@ from batchsvc.deploy.plan import (
     MOST_WORKERS,
     POSTGRES_PORT,
     S3_PORT,
+    SECRET_SETTINGS,
     SERVICES,
     SIGNALS_PORT,
     VALKEY_PORT,
@@ -139,7 +140,7 @@ class Systemd:
                 secrets |= {name for name, owner in OF_SERVICE.items() if owner == service}
         is_api, is_worker = host == plan.api_host, host in plan.worker_hosts
         if is_api or is_worker:
-            secrets |= {"database_url", "redis_url", "s3_access_key", "s3_secret_key", "secret_key"}
+            secrets |= set(SECRET_SETTINGS.values())
             files.append(HostFile(path=f"{config}/batchsvc.env", text=self._env(host), reader=_OURS))
             files.append(HostFile(path=f"{config}/here", text=self._here(host), mode=0o755))
         if is_api:

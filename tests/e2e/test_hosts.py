@@ -42,10 +42,9 @@ class Deployed:
         self.bring_up()
         assert (made.base / "deploy" / "secrets" / "admin_key").stat().st_mode & 0o777 == 0o600
         api = made.names[1]
-        key = made.on(api, f"{made.base}/{api}/etc/here keys create app --from-env")
-        assert key.returncode == 0, key.stderr
+        key = self.here("keys create app").strip()
         assert main([f"http://{api}:8080/readyz", "60"]) == 0, made.logs()
-        self.client = openai.OpenAI(base_url=f"http://{api}:8080/v1", api_key=key.stdout.strip(), max_retries=10)
+        self.client = openai.OpenAI(base_url=f"http://{api}:8080/v1", api_key=key, max_retries=10)
 
     def bring_up(self, **changed: str) -> None:
         """Deploy, the first time or again, with other settings or with the same."""
@@ -76,6 +75,13 @@ class Deployed:
         script = re.sub(r"10\.0\.0\.(\d)", lambda found: self.hosts.names[int(found[1]) - 1], script)
         done = self.hosts.run(script)
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}\n{self.hosts.logs()}"
+
+    def here(self, command: str) -> str:
+        """What a command says on the host of the API, with the deployment's settings."""
+        api = self.hosts.names[1]
+        done = self.hosts.on(api, f"{self.hosts.base}/{api}/etc/here {command} --from-env")
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
 
     def close(self) -> None:
         self.client.close()
@@ -133,12 +139,12 @@ def test_three_hosts_come_up_by_the_printed_commands_and_run_a_batch(
     assert key.read_text() == first
     assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
     assert deployed.rows(deployed.client.batches.retrieve(batch.id)) == rows
-    shown = loopback.on(api, f"{loopback.base}/{api}/etc/here config show --from-env --json")
-    told = {row["name"]: row for row in json.loads(shown.stdout)["settings"]}
+    shown = deployed.here("config show --json")
+    told = {row["name"]: row for row in json.loads(shown)["settings"]}
     assert told["DATABASE_URL"]["source"] == "file"
     assert told["BATCHSVC_LEASE_S"]["value"] == LEASE_S + 1
     kept = list(loopback.base.glob("*/run/*.log"))
-    text = "".join(path.read_text(errors="replace") for path in kept) + shown.stdout
+    text = "".join(path.read_text(errors="replace") for path in kept) + shown
     assert not any(secret in text for secret in deployed.secrets.values())
 
 
@@ -152,10 +158,12 @@ def test_hosts_are_restored_by_the_commands_of_readme(
     request.addfinalizer(deployed.close)
     ended = deployed.wait(deployed.submit(16, tokens=8))
     rows = deployed.rows(ended)
-    half_id = deployed.submit(96, tokens=60)  # longer than a backup takes
-    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
+    half_id = deployed.submit(96, tokens=120)
+    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 8)
+    deployed.here("claims pause --reason backup")  # else the batch could end before the backup does
     deployed.follow_readme("\nUpgrade, with the flags", only=" ssh ")
     assert deployed.client.batches.retrieve(half_id).status == "in_progress", "else the backup was made too late"
+    deployed.here("claims resume")
     later_id = deployed.submit(8, tokens=8)
     deployed.wait(later_id)
     deployed.wait(half_id)
@@ -171,11 +179,11 @@ def test_hosts_are_restored_by_the_commands_of_readme(
     with pytest.raises(openai.NotFoundError):
         deployed.client.batches.retrieve(later_id)
     assert deployed.rows(deployed.client.batches.retrieve(ended.id)) == rows
+    deployed.here("claims resume")  # the pause was in the backup, too
     half = deployed.wait(half_id)
     assert [row["custom_id"] for row in deployed.rows(half)] == [f"r{number}" for number in range(96)]
-    assert half.usage.output_tokens == 96 * 60
-    added = loopback.on(api, f"{loopback.base}/{api}/etc/here reconcile --all --from-env")
-    assert added.returncode == 0, added.stdout
+    assert half.usage.output_tokens == 96 * 120
+    deployed.here("reconcile --all")
 
 
 @pytest.mark.faults
@@ -185,21 +193,24 @@ def test_secrets_are_rotated_by_removing_their_files(
 ) -> None:
     """Those of the data services and the admin key, in mid-batch: what is half done ends, with the new ones; the old
     ones open nothing."""
-    deployed = Deployed(loopback, cli, speed=300)
+    deployed = Deployed(loopback, cli, speed=20)
     request.addfinalizer(deployed.close)
-    half_id = deployed.submit(96, tokens=20)
-    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 16)
+    half_id = deployed.submit(96, tokens=50)  # four minutes, unless engines become faster
+    deployed.wait(half_id, until=lambda batch: batch.request_counts.completed >= 8)
     folder, before = loopback.base / "deploy" / "secrets", dict(deployed.secrets)
     old_admin = (folder / "admin_key").read_text().strip()
     for name in ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "s3_jwt_key", "admin_key"):
         (folder / name).unlink()
     deployed.bring_up()
-    assert {name for name in before if deployed.secrets[name] == before[name]} == {"secret_key"}
+    assert {name for name in before if deployed.secrets[name] == before[name]} == {"secret_key", "split_key"}
     data, api, _ = loopback.names
+    assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
+    assert deployed.client.batches.retrieve(half_id).status == "in_progress", "else no unit was running meanwhile"
+    deployed.bring_up(BATCHSVC_FAKE_TOKENS_PER_S="3000")
     assert main([f"http://{api}:8080/readyz", "60"]) == 0, loopback.logs()
     half = deployed.wait(half_id)
     assert [row["custom_id"] for row in deployed.rows(half)] == [f"r{number}" for number in range(96)]
-    assert half.usage.output_tokens == 96 * 20
+    assert half.usage.output_tokens == 96 * 50
     ready = httpx.get(f"http://{api}:8080/readyz").json()
     assert set(ready["parts"].values()) == {"ok"}, ready
     for path in (loopback.base / data / "etc" / "secrets").iterdir():
@@ -208,11 +219,9 @@ def test_secrets_are_rotated_by_removing_their_files(
         psycopg.connect(before["database_url"])
     new_admin = (folder / "admin_key").read_text().strip()
     assert _opens(api, old_admin) and _opens(api, new_admin), "a new one ends no other"
-    here = f"{loopback.base}/{api}/etc/here"
-    listed = json.loads(loopback.on(api, f"{here} admin-keys list --from-env --json").stdout)["data"]
+    listed = json.loads(deployed.here("admin-keys list --json"))["data"]
     assert {row["id"] for row in listed} >= {old_admin[3:11], new_admin[3:11]}
-    revoked = loopback.on(api, f"{here} admin-keys delete {old_admin[3:11]} --from-env")
-    assert revoked.returncode == 0, revoked.stderr
+    deployed.here(f"admin-keys delete {old_admin[3:11]}")
     assert not _opens(api, old_admin) and _opens(api, new_admin)
 
 

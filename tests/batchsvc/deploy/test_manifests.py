@@ -196,7 +196,13 @@ def test_other_settings_are_rolled_out_to_every_pod_that_reads_them() -> None:
 
 @pytest.mark.parametrize(
     ("removed", "of_data"),
-    [("postgres_password", set()), ("valkey_password", {"valkey"}), ("s3_secret_key", {"s3"}), ("secret_key", None)],
+    [
+        ("postgres_password", set()),
+        ("valkey_password", {"valkey"}),
+        ("s3_secret_key", {"s3"}),
+        ("secret_key", None),
+        ("split_key", set()),
+    ],
 )
 def test_a_rotated_secret_starts_anew_what_reads_it(tmp_path: Path, removed: str, of_data: set[str] | None) -> None:
     """Else containers go on with the old one, which the service no longer takes."""

@@ -153,7 +153,7 @@ def test_a_worker_host_needs_nothing_of_the_others_units() -> None:
         }
         assert named <= here
         secrets = {file.secret for file in host.files if file.secret}
-        assert secrets == {"database_url", "redis_url", "s3_access_key", "s3_secret_key", "secret_key"}
+        assert secrets == {"database_url", "redis_url", "s3_access_key", "s3_secret_key", "secret_key", "split_key"}
     assert {file.secret for file in data.files if file.secret} == {
         *("postgres_password", "valkey.conf", "s3.json", "security.toml"),
     }
@@ -203,6 +203,25 @@ def test_the_parser_of_tests_refuses_what_systemd_would(wrong: str) -> None:
         parse(text.replace("[Install]", f"{wrong}\n[Install]"))
 
 
+@pytest.mark.parametrize("setting", ["BATCHSVC_ROLE=decode", "BATCHSVC_SPLIT_LISTEN=gloo://10.0.0.5:4100"])
+def test_where_workers_have_roles_it_is_told_what_they_know_each_other_by(tmp_path: Path, setting: str) -> None:
+    name, _, value = setting.partition("=")
+    plain, halves = Plan(hosts=THREE), Plan(hosts=THREE, extra={name: value})
+    writers: list[Callable[[Plan], list[str]]] = [
+        lambda plan: steps.write_systemd(plan, tmp_path / "systemd", ssh="root@{host}"),
+        lambda plan: steps.write_compose(plan, tmp_path / "compose"),
+        lambda plan: steps.write_k8s(plan, tmp_path / "k8s"),
+    ]
+    for write in writers:
+        assert not any("BATCHSVC_SPLIT_KEY_FILE" in line for line in write(plain))
+        (told,) = (line for line in write(halves) if "BATCHSVC_SPLIT_KEY_FILE" in line)
+        assert told.startswith("# prefill and decode workers know each other by ")
+        (path,) = tmp_path.glob("*/secrets/split_key") if write is writers[0] else [None]
+        assert path is None or (str(path) in told and path.read_text().strip() not in told)
+    with pytest.raises(PlanError, match="BATCHSVC_SPLIT_KEY, which is a secret"):
+        Plan(extra={"BATCHSVC_SPLIT_KEY": "0123456789abcdef" * 2})
+
+
 def test_secrets_are_made_once_and_are_nowhere_but_in_their_files(tmp_path: Path) -> None:
     plan = Plan(hosts=THREE)
     printed = "\n".join(steps.write_systemd(plan, tmp_path, ssh="root@{host}"))
@@ -212,7 +231,8 @@ def test_secrets_are_made_once_and_are_nowhere_but_in_their_files(tmp_path: Path
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     password = first["postgres_password"].strip()
     assert first["database_url"] == f"postgresql://batchsvc:{password}@10.9.0.1:5432/batchsvc\n"
-    parts = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", "secret_key", "s3_jwt_key")
+    own = ("s3_jwt_key", "secret_key", "split_key")
+    parts = ("postgres_password", "valkey_password", "s3_access_key", "s3_secret_key", *own)
     secret = [first[name].strip() for name in parts]
     assert len(set(secret)) == len(parts)
     for path in tmp_path.rglob("*"):
@@ -243,7 +263,7 @@ def test_addresses_follow_hosts_and_passwords_but_what_others_wrote_stays(tmp_pa
     assert json.loads(third["s3.json"])["identities"][0]["credentials"][0]["secretKey"] == third["s3_secret_key"]
     assert third["s3_jwt_key"] in third["security.toml"]
     changed = [name for name in second if second[name] != third[name]]
-    assert sorted(set(second) - set(changed)) == ["s3_access_key", "secret_key"]
+    assert sorted(set(second) - set(changed)) == ["s3_access_key", "secret_key", "split_key"]
     own = {
         "database_url": f"{third['database_url']}?sslmode=verify-full",
         "valkey.conf": "requirepass mine\nmaxmemory 4gb",

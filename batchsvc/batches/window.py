@@ -20,14 +20,13 @@ from batchsvc.batches.endpoints import Call, Parsed
 from batchsvc.batches.line_prompt import Fitting, LinePrompt, tokenized
 from batchsvc.batches.part_file import PartLine, error_row
 from batchsvc.files.envelope import CheckedRecord, Line
-from batchsvc.files.lines import Problem, UnreadableFileError, shown
+from batchsvc.files.lines import Problem, UnreadableFileError
 from batchsvc.json_bytes import compact_json
 from engine.errors import RequestError
 from engine.text import TextModel
 
 _TOKENIZE_LINES = 256
 _LONGEST_KEY = 512  # bytes
-_LONGEST_PARAM = 200
 _TOKENIZE_CHARS = 2_000_000
 
 
@@ -184,7 +183,7 @@ class _Collector:
         if record.line is None or self._is_failing:
             return _Waiting(record)
         try:
-            _refuse_overflow(record.line)
+            _refuse_flaw(record.line)
             call = self._parse(record.line.body)
             return _Waiting(record, *endpoints.prepare(call, self._text_model(record.line.model_id)))
         except RequestError as error:
@@ -275,11 +274,10 @@ def _model_of(item: _Waiting) -> str:
     return item.record.line.model_id
 
 
-def _refuse_overflow(line: Line) -> None:
-    """Raises RequestError for a number that no reader can hold, wherever in the body it stands."""
-    if line.overflow is not None:
-        says = f"{shown(line.overflow)} is a number that is too large to be read; the largest is about 1.8e308."
-        raise RequestError(says, code="invalid_value", param=line.overflow[:_LONGEST_PARAM])
+def _refuse_flaw(line: Line) -> None:
+    """Raises RequestError for what no reader can hold, wherever in the body it stands."""
+    if line.flaw is not None:
+        raise RequestError(line.flaw.message, code="invalid_value", param=line.flaw.param)
 
 
 def fold_key(params: dict[str, Any]) -> bytes | None:

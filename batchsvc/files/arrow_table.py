@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchsvc.files.csv_rows import read_csv
 from batchsvc.files.formats import MAX_COLUMNS
-from batchsvc.files.lines import Problem, UnreadableFileError, jsonl_records, shown
+from batchsvc.files.lines import Problem, UnreadableFileError, jsonl_records
 from batchsvc.files.parquet import ParquetTable
 from batchsvc.files.unpack import Meter, unreadable
 
@@ -92,9 +92,8 @@ def _objects(pieces: Iterator[bytes], max_line_bytes: int) -> Iterator[tuple[int
         if record.problem is not None:
             says = f"Line {record.line_no} can't be used. {record.problem.message}"
             raise UnreadableFileError(Problem(line=record.line_no, code=record.problem.code, message=says))
-        if record.overflow is not None:
-            says = f"{shown(record.overflow)} is a number that is too large to be read."
-            raise unreadable(f"Line {record.line_no} can't be used. {says}", line=record.line_no)
+        if record.flaw is not None:
+            raise unreadable(f"Line {record.line_no} can't be used. {record.flaw.message}", line=record.line_no)
         yield record.line_no, record.value, record.next_offset - before
         before = record.next_offset
 

@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from batchsvc.files.lines import Problem, Record, json_type, shown
+from batchsvc.files.lines import Flaw, Problem, Record, has_half, json_type, shown
 
 MAX_CUSTOM_ID_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A request whose envelope is right. `overflow` is the parameter whose number is too large to be one."""
+    """A request whose envelope is right. `flaw`: what of its body can't be read, so that it can't be run."""
 
     line_no: int
     custom_id: str
     body: dict[str, Any]
     model_id: str = ""
-    overflow: str | None = None
+    flaw: Flaw | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,9 @@ class EnvelopeCheck:
 
         value = record.value
         custom_id = self._custom_id(value, line_no, add)
+        if custom_id is not None and record.flaw is not None and has_half(custom_id):
+            add("invalid_value", "custom_id", "custom_id must not contain half a surrogate pair.")
+            custom_id = None
         self._method_and_url(value, add)
         body, model_id = value.get("body"), None
         if "body" not in value:
@@ -146,8 +149,8 @@ class EnvelopeCheck:
             return CheckedRecord(
                 line_no=line_no, next_offset=next_offset, custom_id=custom_id, problems=problems, note=note
             )
-        overflow = record.overflow and record.overflow.removeprefix("body.")
-        line = Line(line_no=line_no, custom_id=custom_id, body=body, model_id=model_id or "", overflow=overflow)
+        flaw = record.flaw and record.flaw._replace(path=record.flaw.path.removeprefix("body."))
+        line = Line(line_no=line_no, custom_id=custom_id, body=body, model_id=model_id or "", flaw=flaw)
         return CheckedRecord(line_no=line_no, next_offset=next_offset, custom_id=custom_id, line=line, note=note)
 
     def _custom_id(self, value: dict[str, Any], line_no: int, add: Callable[[str, str, str], None]) -> str | None:

@@ -23,12 +23,17 @@ MAX_DEPTH = 64
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r"
 _SHOWN_CHARS = 100
+_LONGEST_PARAM = 200
 _LARGEST = sys.float_info.max  # stands for a number that is larger, or as far below zero
 _NUMBER = r"-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][+-]?\d++)?"
 _STRING = (
     r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'  # one without an end reaches to the end, so that none is looked at twice
 )
 _TOKENS = re.compile(f"{_STRING}|{_NUMBER}".encode(), re.DOTALL)
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][\da-fA-F]{2})|\\.", re.DOTALL
+)
+_HALF = "\ufdd0"  # stands for half of a character; no text has it, as it is no character
 _NUMBER_HERE = re.compile(_NUMBER, re.ASCII)
 
 
@@ -50,7 +55,7 @@ class Record:
     """One non-blank line: `value` is its object, or {} when `problem` says why there is none.
 
     `line_no` is 1-based; `next_offset` is the byte where the next line starts. `note` says what was passed over in
-    reading it; `overflow` is where a number stands that is too large to be one.
+    reading it; `flaw` is what no value can hold.
     """
 
     line_no: int
@@ -58,7 +63,7 @@ class Record:
     value: dict[str, Any]
     problem: Problem | None = None
     note: Problem | None = None
-    overflow: str | None = None
+    flaw: Flaw | None = None
 
 
 class UnreadableFileError(Exception):
@@ -79,11 +84,31 @@ class RawLine(NamedTuple):
     has_mark: bool = False  # a byte-order mark was dropped
 
 
+class Flaw(NamedTuple):
+    """What is valid JSON and yet can't be read: `path` leads to it, as `body.messages[0].x`, and `says` goes on behind
+    the path. The line alone pays for it."""
+
+    path: str
+    says: str
+
+    def within(self, outer: str) -> Flaw:
+        """The same of a larger object, which has this one at `outer`."""
+        return self._replace(path=f"{outer}.{self.path}")
+
+    @property
+    def message(self) -> str:
+        return f"{shown(self.path)} {self.says}."
+
+    @property
+    def param(self) -> str:
+        return self.path[:_LONGEST_PARAM]
+
+
 class JsonObject(NamedTuple):
-    """A parsed object; `overflow` is the path of a number in it that is too large to be one."""
+    """A parsed object, something else standing in the place of its `flaw`."""
 
     value: dict[str, Any]
-    overflow: str | None = None
+    flaw: Flaw | None = None
 
 
 def jsonl_records(
@@ -104,8 +129,8 @@ def jsonl_records(
         if isinstance(found, Problem):
             yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=found, note=note)
         else:
-            value, overflow = found
-            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, note=note, overflow=overflow)
+            value, flaw = found
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, note=note, flaw=flaw)
 
 
 def split_lines(
@@ -160,15 +185,13 @@ def parse_object(data: bytes, *, line_no: int, code: str, what: str, param: str 
     def problem(message: str, code: str = code) -> Problem:
         return Problem(line=line_no, code=code, message=message, param=param)
 
-    has_overflow = False
+    has_flaw = False
     try:
         try:
             value = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            if not (has_overflow := _is_too_large(_NUMBER_HERE.match(error.doc, error.pos))):
-                raise
-            data = _TOKENS.sub(_with_largest, data)
-            value = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            has_flaw = True
+            data, value = _readable(data)
     except orjson.JSONDecodeError as error:
         return problem(f"{what} is not valid JSON: {error.msg} (column {error.colno}).")
     if not isinstance(value, dict):
@@ -181,7 +204,30 @@ def parse_object(data: bytes, *, line_no: int, code: str, what: str, param: str 
             json.loads(data, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
         except _DuplicateKeyError as error:
             return problem(f"{what} has the key {shown(error.key)} twice in one object.")
-    return JsonObject(value, _path_of_largest(value) if has_overflow else None)
+    return JsonObject(value, _first_flaw(value) if has_flaw else None)
+
+
+def _readable(data: bytes) -> tuple[bytes, Any]:
+    """JSON whose numbers and characters can all be read, and its value: it has signs where they can't. Raises
+    JSONDecodeError."""
+    data = _ESCAPES.sub(_without_half, data)
+    try:
+        return data, orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        if not _is_too_large(_NUMBER_HERE.match(error.doc, error.pos)):
+            raise
+    data = _TOKENS.sub(_with_largest, data)
+    return data, orjson.loads(data)
+
+
+def has_half(text: str) -> bool:
+    """Whether a text of an object with a flaw has the sign of half a character."""
+    return _HALF in text
+
+
+def _without_half(escape: re.Match[bytes]) -> bytes:
+    """An escape as it is; of the same length the sign in place of half a character."""
+    return escape[0] if escape["half"] is None else json.dumps(_HALF)[1:-1].encode()
 
 
 def _is_too_large(number: re.Match[str] | re.Match[bytes] | None) -> bool:
@@ -196,15 +242,22 @@ def _with_largest(token: re.Match[bytes]) -> bytes:
     return repr(-_LARGEST if text.startswith(b"-") else _LARGEST).encode()
 
 
-def _path_of_largest(value: Any, path: str = "") -> str | None:
-    """Where in a value the first such number stands, as `body.messages[0].x`."""
+def _first_flaw(value: Any, path: str = "") -> Flaw | None:
+    """The first sign in a value: in a text, as a number, or in a key."""
     if isinstance(value, dict):
-        children = ((f"{path}.{name}" if path else name, child) for name, child in value.items())
-    elif isinstance(value, list):
-        children = ((f"{path}[{index}]", child) for index, child in enumerate(value))
-    else:
-        return path if isinstance(value, float) and abs(value) == _LARGEST else None
-    return next((found for at, child in children if (found := _path_of_largest(child, at)) is not None), None)
+        for name, child in value.items():
+            at = f"{path}.{name}" if path else name
+            if _HALF in name:
+                return Flaw(at.replace(_HALF, "\ufffd"), "is a name with half of a character")
+            if (found := _first_flaw(child, at)) is not None:
+                return found
+    if isinstance(value, list):
+        return next((flaw for n, child in enumerate(value) if (flaw := _first_flaw(child, f"{path}[{n}]"))), None)
+    if isinstance(value, float) and abs(value) == _LARGEST:
+        return Flaw(path, "is a number that is too large to be read; the largest is about 1.8e308")
+    if isinstance(value, str) and _HALF in value:
+        return Flaw(path, "has half of a character (an unpaired surrogate such as \\ud800), which is no text")
+    return None
 
 
 class _DuplicateKeyError(Exception):

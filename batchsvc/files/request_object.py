@@ -13,8 +13,6 @@ def request_object(data: bytes, what: str = "The request's body") -> dict[str, A
     found = parse_object(data, line_no=1, code="invalid_json", what=what)
     if isinstance(found, Problem):
         raise InvalidRequestError(found.message, code="invalid_json")
-    if found.overflow is not None:
-        raise InvalidRequestError(
-            f"The number at {found.overflow} is too large to be one.", code="invalid_value", param=found.overflow
-        )
+    if found.flaw is not None:
+        raise InvalidRequestError(found.flaw.message, code="invalid_value", param=found.flaw.param)
     return found.value

@@ -48,8 +48,8 @@ def row_records(
         if isinstance(found, Problem):
             yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value={}, problem=found)
         else:
-            value, overflow = found
-            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, overflow=overflow)
+            value, flaw = found
+            yield Record(line_no=raw.line_no, next_offset=raw.next_offset, value=value, flaw=flaw)
 
 
 def _value(found: dict[str, Any], row: int, endpoint: str) -> JsonObject | Problem:
@@ -64,4 +64,4 @@ def _value(found: dict[str, Any], row: int, endpoint: str) -> JsonObject | Probl
     body = parse_object(found["body"].encode(), line_no=row, code="invalid_json_line", what="body", param="body")
     if isinstance(body, Problem):
         return body
-    return JsonObject({**value, "body": body.value}, body.overflow and f"body.{body.overflow}")
+    return JsonObject({**value, "body": body.value}, body.flaw and body.flaw.within("body"))

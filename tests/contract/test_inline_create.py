@@ -75,11 +75,12 @@ def test_a_call_is_bounded(api: Api) -> None:
     deep = b'{"requests": ' + b"[" * 100_000 + b"}"
     assert envelope(api.call("POST", "/v1/batches", content=deep, headers=kind), 400)["code"] == "invalid_json"
     twice = b'{"requests": [{"custom_id": "a", "custom_id": "b", "body": {}}]}'
-    for bad in (b"", b"[]", b'{"requests": [{"a": NaN}]}', b'{"a": "\\ud800"}', b"\xff", twice):
+    for bad in (b"", b"[]", b'{"requests": [{"a": NaN}]}', b"\xff", twice):
         assert envelope(api.call("POST", "/v1/batches", content=bad, headers=kind), 400)["code"] == "invalid_json"
-    large = b'{"requests": [{"custom_id": "a", "body": {"seed": 1e999}}]}'
-    refused = envelope(api.call("POST", "/v1/batches", content=large, headers=kind), 400)
-    assert refused["param"] == "requests[0].body.seed"
+    for unheld in (b"1e999", b'"\\ud800"'):
+        body = b'{"requests": [{"custom_id": "a", "body": {"seed": ' + unheld + b"}}]}"
+        refused = envelope(api.call("POST", "/v1/batches", content=body, headers=kind), 400)
+        assert refused["param"] == "requests[0].body.seed"
 
 
 def test_a_call_that_arrives_twice_makes_one_batch_and_one_file(api: Api) -> None:

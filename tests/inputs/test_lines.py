@@ -133,18 +133,21 @@ def test_input_08_numbers_that_nobody_can_hold(running: Service) -> None:
 
 
 def test_input_09_half_characters_and_nul(running: Service) -> None:
-    """Refused by line where they can't be text; the other lines run. On both databases: test_hostile_inputs.py."""
+    """A prompt that is no text costs its line alone, an id that is none the file; or both their lines, if that is asked
+    for. On both databases: test_hostile_inputs.py."""
     half = raw("half", "x").replace(b'"x"', b'"\\ud800"')
     half_id = raw("?").replace(b'"?"', b'"\\udfff"')
     data = b"\n".join(
         [half, half_id, jsonl(line("nul\0")).strip(), raw("good", "nul \0 in the text"), raw("pair", "\U0001f600")]
     )
     ended = running.run(data, **SKIP)
-    assert ended.codes == {1: "invalid_json_line", 2: "invalid_json_line", 3: "invalid_value"}
+    answers = {number: row["response"] for number, row in ended.errors.items()}
+    assert (answers[1]["status_code"], answers[2], answers[3]) == (400, None, None)
+    assert answers[1]["body"]["error"]["param"] == "messages[0].content"
     assert set(ended.texts) == {"good", "pair"}
-    problems = running.refusal(data)
-    assert [number for number, _, _ in problems] == [1, 2, 3]
-    assert problems[2] == (3, "invalid_value", "custom_id")
+    assert running.refusal(data) == [(2, "invalid_value", "custom_id"), (3, "invalid_value", "custom_id")]
+    alone = running.run(half + b"\n" + raw("good"))
+    assert (alone.refusals, list(alone.texts)) == ({1: ("invalid_value", "messages[0].content")}, ["good"])
 
 
 def test_input_10_json_that_is_no_request(running: Service) -> None:

@@ -111,7 +111,6 @@ def test_only_line_feed_ends_a_line() -> None:
         (b'{"a":01e400}', "invalid_json_line"),
         (b'{"a":1e400', "invalid_json_line"),
         (b'{"a":1e400,"a":2}', "invalid_json_line"),
-        (b'{"a":"\\ud800"}', "invalid_json_line"),
         (b'{"a":"\xff"}', "invalid_json_line"),
         (b'{"a":1} {"b":2}', "invalid_json_line"),
         (b'{"a":1,"a":2}', "invalid_json_line"),
@@ -137,13 +136,25 @@ def test_what_is_no_strict_json_object_is_a_problem(line: bytes, code: str) -> N
         (b'{"a":' + b"9" * 900 + b"}", "a"),
         (b'{"x":{"1e400":"\\"1e400"},"b":[{},{"c\xc3\xa9":[1, 1.5E+999]}]}', "b[1].c\xe9[1]"),
         (b'{"a":1e308,"b":1e-400,"c":"1e400"}', None),
+        (b'{"a":"\\ud83d\\ude00","b":["x",{"c":"\\udfff\\ud800"}]}', "b[1].c"),
+        (b'{"a":"\\\\ud800","b":"\\ud83d\\\\ude00"}', "b"),
+        (b'{"a":1e400,"b":"\\ud800"}', "a"),
+        (b'{"a":"\\uD800x","b":1e400}', "a"),
+        (b'{"a":"\xef\xb7\x90"}', None),
     ],
 )
-def test_a_number_that_is_too_large_is_named_where_it_stands(line: bytes, where: str | None) -> None:
+def test_what_no_value_can_hold_is_named_where_it_stands(line: bytes, where: str | None) -> None:
     """It is JSON, so the line is read; whoever reads the field refuses it."""
     record = one(line)
-    assert (record.problem, record.overflow) == (None, where)
+    assert (record.problem, record.flaw and record.flaw.path) == (None, where)
     assert record.value.keys() == json.loads(line).keys()
+
+
+def test_a_name_with_half_of_a_character_is_named() -> None:
+    flaw = one(b'{"a":{"b\\udc00":1}}').flaw
+    assert flaw is not None
+    assert flaw.path == "a.b\ufffd"
+    assert "half" in flaw.message
 
 
 def test_a_mark_inside_of_a_file_is_noted() -> None:

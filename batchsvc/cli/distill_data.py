@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from batchsvc.cli import merge
 from batchsvc.cli.admin import Admin, opened_admin
 from batchsvc.cli.console import Console
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.options import AdminOptions
 from batchsvc.stack.options import READING
 
+if TYPE_CHECKING:
+    from batchsvc.cli.client import Client
+
 _ENDED = ("completed", "expired", "cancelled")
-_PARTS = ("input", "output", "error")
-"""Of a batch, each a file."""
+_PARTS = ("input", "results")
+"""Of a batch, each a file: all lines, and what they had as their last answers, in whichever batch of a chain."""
+_RUN = "run.json"
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1")
 
 
@@ -33,6 +40,12 @@ class Data:
 def found_data(data: str, results: list[Path], target: Path, project: str | None, server: AdminOptions) -> Data:
     """What `--data` names; of a batch, its lines now lie beside `target`. Raises CommandError."""
     path = Path(data).expanduser()
+    if data.startswith("msgbatch_") and not path.exists():
+        raise CommandError(
+            f"{data} is a batch of messages, and a student learns from chat completions and completions (batch_...): "
+            "give its requests as JSONL of chat lines with --data, and the teacher answers them.",
+            Exit.USAGE,
+        )
     if path.exists() or not data.startswith("batch_"):
         if not path.is_file():
             raise CommandError(f"--data {data} is neither a file nor a batch (batch_...).", Exit.USAGE)
@@ -45,22 +58,47 @@ def found_data(data: str, results: list[Path], target: Path, project: str | None
         raise CommandError("A batch brings its own results: leave --results out.", Exit.USAGE)
     if project is not None:
         raise CommandError("A batch has its own project: leave --project out.", Exit.USAGE)
+    if (kept := _kept(data, _work(target))) is not None:
+        return kept
     with server.opened(roles=READING, purpose="models distill") as session:
-        client, batch = session.client, session.client.batch(data)
-        if batch["status"] not in _ENDED:
-            raise CommandError(f"{data} is {batch['status']}: a student learns from a batch that has ended.")
-        work, fetched = _work(target), list[Path]()
-        try:
-            for part in _PARTS:
-                if batch.get(f"{part}_file_id"):
-                    fetched.append(work / f"{part}.jsonl")
-                    with client.content(batch[f"{part}_file_id"]) as chunks:
-                        store(fetched[-1], chunks)
-            _check_plain(fetched[0], data)
-        except BaseException:
-            _removed(work)
-            raise
-    return Data(fetched[0], tuple(fetched[1:]), data, batch["project_id"])
+        return fetched(session.client, data, _work(target))
+
+
+def fetched(client: Client, data: str, work: Path) -> Data:
+    """The lines of a batch that has ended, which now lie in `work`: of a retry or a continuation those of the whole
+    chain, each with the youngest answer. Raises CommandError."""
+    batch = client.batch(data)
+    if batch["status"] not in _ENDED:
+        raise CommandError(f"{data} is {batch['status']}: a student learns from a batch that has ended.")
+    lines, answers = (work / f"{part}.jsonl" for part in _PARTS)
+    try:
+        with client.content(batch["input_file_id"]) as chunks:
+            store(lines, chunks)
+        _check_plain(lines, data)
+        said = merge.latest(merge.results(client, one) for one in merge.chain(client, batch))
+        store(answers, (line + b"\n" for line in said))
+    except BaseException:
+        _removed(work)
+        raise
+    return Data(lines, (answers,), data, batch["project_id"])
+
+
+def _kept(data: str, work: Path) -> Data | None:
+    """What a run that goes on has of its batch: that may be deleted by now. None: nothing has begun, or its lines were
+    taken away. Raises CommandError where it began with something else, which a fetch would write over."""
+    run, (lines, answers) = work / _RUN, (work / f"{part}.jsonl" for part in _PARTS)
+    try:
+        begun = json.loads(run.read_bytes())
+        batch, project = begun.get("batch"), begun.get("project")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise CommandError(f"{run} can't be read: {error}.") from error
+    if batch != data:
+        raise CommandError(
+            f"{work} holds a run of {batch or 'other data'}: give the same with --resume, or remove it.", Exit.REFUSED
+        )
+    return Data(lines, (answers,), data, project) if lines.exists() and answers.exists() else None
 
 
 def _check_plain(path: Path, batch: str) -> None:
@@ -77,7 +115,7 @@ def _work(target: Path) -> Path:
     return target.parent / f"{target.name}.distill"
 
 
-def store(path: Path, chunks: Iterator[bytes]) -> None:
+def store(path: Path, chunks: Iterable[bytes]) -> None:
     """A file that its owner alone can read, in a folder likewise."""
     scratch = path.with_name(f".{path.name}")
     try:
@@ -96,7 +134,7 @@ def _private(path: str, flags: int) -> int:
 
 def _removed(work: Path) -> bool:
     """Removes what was fetched, unless a run has begun with it."""
-    if (work / "run.json").exists():
+    if (work / _RUN).exists():
         return False
     with suppress(OSError):
         for part in _PARTS:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchsvc.accounts import service as accounts
 from batchsvc.cli.admin import DatabaseAdmin
 from batchsvc.cli.console import Console
-from batchsvc.cli.distill_data import Data, project_id, store, tell_left
+from batchsvc.cli.distill_data import Data, fetched, found_data, project_id, store, tell_left
 from batchsvc.cli.exits import CommandError, Exit
 from batchsvc.cli.progress_bar import numbers, shown_phases
 from batchsvc.db.session import Database
@@ -54,8 +58,9 @@ def test_options_are_checked_before_a_batch_is_fetched(tmp_path: Path, monkeypat
         ({"kl": "reverse"}, "--kl has no effect on heads"),
         ({"resume": True}, "There is no unfinished run"),
         ({"project": "mine"}, "A batch has its own project"),
+        ({"data": "msgbatch_1"}, "is a batch of messages"),
     ):
-        assert says in refused(monkeypatch, **asked, **changes).message
+        assert says in refused(monkeypatch, **(asked | changes)).message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher"], "nothing was started, nothing fetched"
     (tmp_path / "made.distill").mkdir()
     (tmp_path / "made.distill" / "run.json").write_text("{}")
@@ -76,6 +81,61 @@ def test_fetched_lines_are_private_and_go_where_no_run_has_begun(
     (work / "run.json").unlink()
     tell_left(found, target, Console())
     assert not work.exists() and not capsys.readouterr().err
+
+
+class Chain:
+    """A server that has a batch of three lines, and a retry of the one that failed there."""
+
+    def __init__(self) -> None:
+        self.batches = {
+            "batch_1": {"output_file_id": "said", "error_file_id": "failed", "parent_batch_id": None},
+            "batch_2": {"output_file_id": "again", "error_file_id": None, "parent_batch_id": "batch_1"},
+        }
+        self.files = {
+            "in": b'{"custom_id":"a"}\n{"custom_id":"b"}\n{"custom_id":"c"}\n',
+            "said": b'{"line":1,"custom_id":"a"}\n{"line":3,"custom_id":"c"}\n',
+            "failed": b'{"line":2,"custom_id":"b","error":{}}\n',
+            "again": b'{"line":2,"custom_id":"b"}\n',
+        }
+        self.read: list[str] = []
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        known = {"id": batch_id, "status": "completed", "input_file_id": "in", "project_id": "proj_1"}
+        return known | self.batches[batch_id]
+
+    @contextmanager
+    def content(self, file_id: str) -> Iterator[Iterator[bytes]]:
+        self.read.append(file_id)
+        yield iter([self.files[file_id]])
+
+
+def test_a_retry_brings_the_answers_of_the_whole_chain(tmp_path: Path) -> None:
+    server: Any = Chain()
+    found = fetched(server, "batch_2", tmp_path / "work")
+    assert (found.batch, found.project) == ("batch_2", "proj_1")
+    assert found.file.read_bytes() == server.files["in"]
+    (results,) = found.results
+    rows = [json.loads(row) for row in results.read_text().splitlines()]
+    assert rows == [{"line": line, "custom_id": custom_id} for line, custom_id in ((1, "a"), (2, "b"), (3, "c"))]
+    server.files["in"] = b"PAR1" + bytes(9)
+    with pytest.raises(CommandError, match="isn't plain JSONL"):
+        fetched(server, "batch_2", tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_run_that_goes_on_uses_what_it_has_of_its_batch(tmp_path: Path) -> None:
+    """No server is asked: the batch may be deleted by now."""
+    server: Any = Chain()
+    nobody: Any = None
+    work, target = tmp_path / "made.distill", tmp_path / "made"
+    found = fetched(server, "batch_1", work)
+    (work / "run.json").write_text(json.dumps({"batch": "batch_1", "project": "proj_1"}))
+    assert found_data("batch_1", [], target, None, nobody) == found
+    with pytest.raises(CommandError, match="holds a run of batch_1: give the same"):
+        found_data("batch_2", [], target, None, nobody)
+    (work / "run.json").write_text("[1")
+    with pytest.raises(CommandError, match="can't be read"):
+        found_data("batch_1", [], target, None, nobody)
 
 
 def test_files_are_of_the_project_that_is_named(tmp_path: Path, migrated_url: str) -> None:

@@ -222,7 +222,7 @@ class _Attempt:
                 if size != info.size_bytes:
                     raise BackupError(f"The object store gave {size} of {info.size_bytes} bytes of {key}: try again.")
                 return SavedObject(key=key, size_bytes=size, sha256=sha256, etag=info.etag), True
-        if known and self._vault.has(known):
+        if known and self._vault.has(known) and self._vault.is_sound(known):
             self._held.append(key)
             return known, False
         return SavedObject(key=key, size_bytes=0, sha256="", etag=""), False

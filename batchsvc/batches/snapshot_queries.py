@@ -77,9 +77,7 @@ def settle(session: Session, *, etags: Mapping[str, str], gone: Sequence[str], l
         session.execute(delete(passed))
     session.execute(delete(ClaimHold).where(ClaimHold.target.in_(drained)))
     session.execute(delete(CollectionLock).where(CollectionLock.holder != ""))
-    for key, etag in etags.items():
-        session.execute(update(File).where(File.s3_key == key, File.etag != "").values(etag=etag))
-        session.execute(update(UploadPart).where(UploadPart.s3_key == key).values(etag=etag))
+    name_etags(session, etags)
     for first in range(0, len(gone), _ROWS):
         nameless = update(Unit).where(Unit.resume_key.in_(gone[first : first + _ROWS]))
         session.execute(nameless.values(resume_key=None, resume_sha256=None))
@@ -90,6 +88,13 @@ def settle(session: Session, *, etags: Mapping[str, str], gone: Sequence[str], l
         }
         session.execute(update(Batch).where(unended).values(later))
     return session.scalar(select(func.count()).select_from(Batch).where(unended)) or 0
+
+
+def name_etags(session: Session, etags: Mapping[str, str]) -> None:
+    """Note what the bucket calls objects that it calls otherwise than before."""
+    for key, etag in etags.items():
+        session.execute(update(File).where(File.s3_key == key, File.etag != "").values(etag=etag))
+        session.execute(update(UploadPart).where(UploadPart.s3_key == key).values(etag=etag))
 
 
 def _keys(session: Session, wanted: Select[str] | Select[str | None]) -> Iterator[str]:

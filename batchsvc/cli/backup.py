@@ -16,6 +16,7 @@ from batchsvc.cli.options import DataDirOption, FromEnvOption, JsonOption
 from batchsvc.stack.datadir import DataDir, InUseError
 
 if TYPE_CHECKING:
+    from batchsvc.backup.manifest import Manifest
     from batchsvc.backup.restoring import Restored
     from batchsvc.backup.vault import Vault
     from batchsvc.settings import Settings
@@ -92,7 +93,8 @@ def backup(
     if made.num_held:
         raise CommandError(
             f"The backup is finished and whole, but the store has lost {made.num_held:,} objects that the database "
-            f"names (the first: {made.first_held}); an earlier backup had them, so a restore brings them back."
+            f"names (the first: {made.first_held}); an earlier backup had them: `batchsvc restore {target} --lost"
+            f"{_deployment(place)}` puts them back while everything works."
         )
 
 
@@ -107,6 +109,13 @@ def restore(
         typer.Option(
             "--check",
             help="Restore nothing: read all of the backup, say whether it is whole, move damaged objects aside.",
+        ),
+    ] = False,
+    lost: Annotated[
+        bool,
+        typer.Option(
+            "--lost",
+            help="Only put back into the bucket what the store has lost; the stack may run, nothing else changes.",
         ),
     ] = False,
     overwrite: Annotated[
@@ -141,6 +150,9 @@ def restore(
         console.result(asdict(manifest))
         console.out(f"Backup {manifest.name} is whole: the database, and {len(saved):,} objects.")
         return
+    if lost:
+        _put_back_lost(vault, manifest, console, data_dir, from_env=from_env)
+        return
     with _target(data_dir, from_env=from_env) as place:
         store = ObjectStore(place.settings)
         check_database(manifest, place.settings, overwrite=overwrite)
@@ -169,6 +181,26 @@ def restore(
     console.result(asdict(restored) | {"backup": manifest.name})
     key_file = vault.folder(manifest.name) / "secrets.json" if secrets else None
     _tell(console, restored, manifest.name, place.directory, key_file)
+
+
+def _put_back_lost(
+    vault: Vault, manifest: Manifest, console: Console, data_dir: Path | None, *, from_env: bool
+) -> None:
+    from batchsvc.backup.lost import put_back
+    from batchsvc.db.migrate import require_current
+    from batchsvc.store.s3 import ObjectStore
+
+    with _source(data_dir, from_env=from_env, stopped=False) as place:
+        url = place.settings.database_url
+        require_current(url)
+        done = put_back(vault, manifest, url, ObjectStore(place.settings))
+    console.result(asdict(done) | {"backup": manifest.name})
+    console.out(f"Put back {done.num_put:,} of {done.num_lost:,} objects that the store had lost, of {manifest.name}.")
+    if done.first_left is not None:
+        raise CommandError(
+            f"{done.num_lost - done.num_put:,} objects aren't whole in the backup {manifest.name} (the first: "
+            f"{done.first_left}): try an older one (--backup NAME), or delete what they belong to."
+        )
 
 
 def _tell(console: Console, restored: Restored, name: str, directory: DataDir | None, key_file: Path | None) -> None:
@@ -301,6 +333,10 @@ def _joined(ours: str | None, theirs: str | None) -> str | None:
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
+
+
+def _deployment(place: _Place) -> str:
+    return " --from-env" if place.directory is None else _flags(place.directory)
 
 
 def _flags(directory: DataDir) -> str:

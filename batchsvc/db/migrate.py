@@ -14,6 +14,7 @@ are replaced. No database is downgraded: the way back is the backup that was mad
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -123,7 +124,11 @@ def upgrade_to(database_url: str, revision: str) -> None:
             found = MigrationContext.configure(connection).get_current_revision()
             upgrade_within(connection, revision)
         if found is not None and found < _WIPES and not database.forget_freed():
-            sys.stderr.write("The file of the database keeps bytes of what was deleted long ago: VACUUM it.\n")
+            sys.stderr.write(
+                "The file of the database keeps bytes of what was deleted long ago: stop what uses it, see that its "
+                f"disk has room for a second one, and run: sqlite3 {shlex.quote(str(database.engine.url.database))} "
+                "VACUUM\n"
+            )
     except OperationalError as error:
         raise _silent(error) from error
     finally:

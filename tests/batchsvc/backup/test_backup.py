@@ -276,10 +276,33 @@ def test_what_the_store_lost_is_kept_from_an_earlier_backup(
     world.store.delete([key])
     told = refusal(command(here, "backup", tmp_path / "b", "--from-env", "--keep", 1))
     assert f"the store has lost 1 objects that the database names (the first: {key})" in told
+    assert f"`batchsvc restore {tmp_path / 'b'} --lost --from-env` puts them back" in told
     back = made(command(there, "restore", tmp_path / "b", "--from-env", "--json"))
     assert back["num_missing"] == 0
     for other in opened(there):
         assert other.store.get(key) == data
+    lost = made(command(here, "restore", tmp_path / "b", "--lost", "--from-env", "--json"))
+    assert (lost["num_lost"], lost["num_put"], lost["first_left"]) == (1, 1, None)
+    assert world.store.get(key) == data
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+
+
+@on_sqlite
+def test_what_the_store_and_the_disk_of_backups_have_lost_is_missing(
+    world: World, here: Env, command: Command, tmp_path: Path
+) -> None:
+    """The file is there, and has other bytes."""
+    work(world)
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    vault, key = Vault.for_reading(tmp_path / "b"), min(_named(world))
+    (saved,) = [saved for saved in vault.objects(vault.manifest(None)) if saved.key == key]
+    path = vault.path_of(saved.sha256)
+    path.write_bytes(bytes(path.stat().st_size))
+    world.store.delete([key])
+    told = refusal(command(here, "restore", tmp_path / "b", "--lost", "--from-env"))
+    assert "1 objects aren't whole in the backup" in told and key in told
+    told = refusal(command(here, "backup", tmp_path / "b", "--from-env"))
+    assert f"lost 1 objects that the database names (the first: {key}): their lines are run again" in told
 
 
 @on_sqlite

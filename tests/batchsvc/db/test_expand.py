@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import inspect
 
 from batchsvc.db import migrate
@@ -64,3 +65,13 @@ def test_what_older_versions_deleted_leaves_sqlite_s_file(tmp_path: Path) -> Non
     assert b"canary-3d1f" in path.read_bytes()
     migrate.upgrade(f"sqlite:///{path}")
     assert not [file.name for file in tmp_path.iterdir() if b"canary-3d1f" in file.read_bytes()]
+
+
+def test_where_it_could_not_leave_the_file_the_command_that_does_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "an old one.sqlite3"
+    migrate.upgrade_to(f"sqlite:///{path}", OLDEST)
+    monkeypatch.setattr(Database, "forget_freed", lambda _: False)  # somebody reads it, or its disk is full
+    migrate.upgrade(f"sqlite:///{path}")
+    assert f"run: sqlite3 '{path}' VACUUM\n" in capsys.readouterr().err

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sqlalchemy import delete, literal_column, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from batchsvc import mode
 from batchsvc.accounts.tables import ApiKey, IdempotentAnswer, Project, ServiceAccount
 from batchsvc.db.base import BigInt
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_sql
 
 
@@ -23,9 +23,8 @@ def project(session: Session, project_id: str) -> Project | None:
 
 def add_project(session: Session, project_id: str, name: str, salt: str, created_ms: int) -> None:
     """Add a project of this id, unless there is one; waits for another who is just about to."""
-    insert = sqlite.insert(Project) if session.get_bind().dialect.name == "sqlite" else postgresql.insert(Project)
     row = {"id": project_id, "name": name, "salt": salt, "created_ms": created_ms}
-    session.execute(insert.values(row).on_conflict_do_nothing(index_elements=("id",)))
+    session.execute(insert(session, Project).values(row).on_conflict_do_nothing(index_elements=("id",)))
 
 
 def projects(session: Session) -> list[Project]:

@@ -36,7 +36,6 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import ReturningUpdate
 
@@ -46,6 +45,7 @@ from batchsvc.batches.claim_rank import Candidate, Holding
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Batch, Share, Unit, Worker
 from batchsvc.db.base import BigInt
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_sql
 
 Conditions = tuple[SQLColumnExpression[bool], ...]
@@ -279,9 +279,8 @@ def _advance(session: Session, model_digest: str, candidates: Sequence[Candidate
 
 
 def _add_share(session: Session, model_digest: str, project_id: str, vtime: int) -> None:
-    insert = sqlite.insert(Share) if session.get_bind().dialect.name == "sqlite" else postgresql.insert(Share)
     row = {"model_digest": model_digest, "project_id": project_id, "vtime": vtime, "panic_credit": 0}
-    session.execute(insert.values(row).on_conflict_do_nothing())
+    session.execute(insert(session, Share).values(row).on_conflict_do_nothing())
 
 
 # ---- the lock

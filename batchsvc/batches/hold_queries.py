@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sqlalchemy import ColumnElement, String, delete, exists, literal, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import ClaimHold, Worker
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_ms
 
 EVERYTHING = "*"
@@ -25,8 +25,7 @@ MODEL, WORKER = "model:", "worker:"
 
 def hold(session: Session, target: str, reason: str) -> None:
     """Order a hold. One that is there gets the new reason."""
-    insert = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(ClaimHold)
-    ordered = insert.values(target=target, reason=reason, created_ms=database_now_ms(session))
+    ordered = insert(session, ClaimHold).values(target=target, reason=reason, created_ms=database_now_ms(session))
     session.execute(
         ordered.on_conflict_do_update(index_elements=("target",), set_={"reason": reason}),
         execution_options={"synchronize_session": False},

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sqlalchemy import exists, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.reconcile import Report
 from batchsvc.batches.tables import Batch, Reconciliation
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_ms
 
 _MOST_LINES = 20_000  # of a batch that is added up between other repairs
@@ -51,14 +51,13 @@ def _differed(session: Session, before_ms: int) -> str | None:
 
 def note(session: Session, batch_id: str, report: Report) -> None:
     """Keep what was found; the newest audit of a batch counts."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     found = {
         "checked_ms": database_now_ms(session),
         "num_differences": report.num_differences,
         "unreconciled_nanos": report.unreconciled_nanos,
         "first": str(report.differences[0])[:_FIRST_CHARS] if report.differences else None,
     }
-    noted = insert(Reconciliation).values({"batch_id": batch_id, **found})
+    noted = insert(session, Reconciliation).values({"batch_id": batch_id, **found})
     session.execute(noted.on_conflict_do_update(index_elements=("batch_id",), set_=found))
 
 

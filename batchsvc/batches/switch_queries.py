@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Select, and_, func, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches import claim_queries, hold_queries, worker_queries
 from batchsvc.batches.lifecycle import UNFINISHED
 from batchsvc.batches.model_switch import ASSUMED_SWAP_S, Choice, Queue, Seat, next_model
 from batchsvc.batches.tables import Batch, Model, ServedModel, Unit, Worker
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_ms
 
 EVERYBODY = ""  # the worker of orders that are for all
@@ -51,8 +51,7 @@ def installed(session: Session) -> list[Installed]:
 
 def order(session: Session, worker: str, digest: str, *, is_loaded: bool) -> None:
     """Have workers of this name (EVERYBODY: all) serve a model, or not, whatever their settings say."""
-    insert = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(ServedModel)
-    ordered = insert.values(worker=worker, model_digest=digest, is_loaded=is_loaded)
+    ordered = insert(session, ServedModel).values(worker=worker, model_digest=digest, is_loaded=is_loaded)
     session.execute(
         ordered.on_conflict_do_update(index_elements=("worker", "model_digest"), set_={"is_loaded": is_loaded}),
         execution_options={"synchronize_session": False},

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.batches.tables import Tally
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_ms
 
 TallyName = Literal["reaper_ticks", "leases_lost", "lines_quarantined", "parts_damaged"]
@@ -24,8 +24,7 @@ class Tallied(NamedTuple):
 def add(session: Session, name: TallyName, num: int = 1) -> None:
     """Count `num` more. The row stays locked until the transaction ends, so it belongs at the end of one."""
     now = database_now_ms(session)
-    insert = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(Tally)
-    first = insert.values(name=name, num=num, at_ms=now)
+    first = insert(session, Tally).values(name=name, num=num, at_ms=now)
     session.execute(
         first.on_conflict_do_update(index_elements=("name",), set_={"num": Tally.num + num, "at_ms": now}),
         execution_options={"synchronize_session": False},

@@ -16,7 +16,6 @@ from typing import Any
 
 import orjson
 from sqlalchemy import exists, false, literal, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.accounts import idempotency
@@ -24,6 +23,7 @@ from batchsvc.batches import export_queries
 from batchsvc.batches.lifecycle import TERMINAL
 from batchsvc.batches.quote_queries import FAILED, QUEUED
 from batchsvc.batches.tables import Batch, Export, Quote, Reconciliation
+from batchsvc.db.insert import insert
 from batchsvc.db.session import database_now_ms
 from batchsvc.files.retention import Kind, date_of
 from batchsvc.files.tables import File, Purge, Upload
@@ -132,7 +132,6 @@ def adopt(session: Session) -> int:
 
     Reads all files and batches: not for every tick.
     """
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     adopted = 0
     for table, kind in ((File, Kind.FILE), (Batch, Kind.BATCH)):
         is_known = exists().where(Purge.subject_id == table.id, Purge.kind == kind.value)
@@ -140,7 +139,7 @@ def adopt(session: Session) -> int:
             table.deleted_ms.is_not(None), ~is_known
         )
         names = ["subject_id", "kind", "deleted_ms", "due_ms", "num_failures", "is_backlog"]
-        made = insert(Purge).from_select(names, found).on_conflict_do_nothing().returning(Purge.subject_id)
+        made = insert(session, Purge).from_select(names, found).on_conflict_do_nothing().returning(Purge.subject_id)
         adopted += len(session.execute(made).all())
     return adopted
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
 from batchsvc.billing.invoice import InvoiceStatus
@@ -21,6 +20,7 @@ from batchsvc.billing.invoice_tables import (
 from batchsvc.billing.ledger import CREDITS, REVENUE
 from batchsvc.billing.month import Month
 from batchsvc.billing.tables import LedgerEntry, LedgerTransaction, UsageRow
+from batchsvc.db.insert import insert
 
 _VOID = "void:"
 _Original = aliased(UsageRow, name="original")
@@ -195,8 +195,7 @@ def _is_reversal_before(month: Month) -> ColumnElement[bool]:
 
 def take_number(session: Session, series: str) -> int:
     """The next number of a series, held until the transaction ends: others wait, and a rollback gives it back."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    session.execute(insert(InvoiceSeries).values(series=series, last=0).on_conflict_do_nothing())
+    session.execute(insert(session, InvoiceSeries).values(series=series, last=0).on_conflict_do_nothing())
     taken = (
         update(InvoiceSeries)
         .where(InvoiceSeries.series == series)
@@ -208,10 +207,9 @@ def take_number(session: Session, series: str) -> int:
 
 def claim(session: Session, projects: Sequence[str], month: str, invoice_id: str) -> str | None:
     """Marks a month of each project as billed by this invoice; else the id of an invoice that has one of them."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     for project_id in projects:
         row = {"project_id": project_id, "month": month, "invoice_id": invoice_id}
-        session.execute(insert(InvoiceClaim).values(row).on_conflict_do_nothing())
+        session.execute(insert(session, InvoiceClaim).values(row).on_conflict_do_nothing())
         owner = session.scalar(
             select(InvoiceClaim.invoice_id).where(InvoiceClaim.project_id == project_id, InvoiceClaim.month == month)
         )

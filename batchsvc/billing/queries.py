@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import ColumnElement, Table, Text, column, delete, func, select, table, text, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc.billing.ledger import Posting, reserved, revenue
 from batchsvc.billing.limits import Funds
 from batchsvc.billing.tables import Balance, CallHold, LedgerEntry, LedgerTransaction, Price, UsageRow
+from batchsvc.db.insert import insert
 
 _BATCHES = table("batches", column("id", Text), column("project_id", Text))  # of a feature that is built on this one
 
@@ -217,10 +217,9 @@ def _funds(row: Balance) -> Funds:
 def _insert_once(session: Session, table: type[Any], row: dict[str, Any], unique: tuple[str, ...]) -> Any | None:
     """Primary key of the new row, or None when one with the same unique columns exists."""
     target: Table = table.__table__
-    dialect = session.get_bind().dialect.name
     (primary,) = target.primary_key.columns
-    insert = sqlite.insert(target) if dialect == "sqlite" else postgresql.insert(target)
-    return session.scalar(insert.values(row).on_conflict_do_nothing(index_elements=unique).returning(primary))
+    new = insert(session, target).values(row)
+    return session.scalar(new.on_conflict_do_nothing(index_elements=unique).returning(primary))
 
 
 def drift_nanos(session: Session) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from batchsvc import ids
+from batchsvc.db.insert import insert
 from batchsvc.db.keyset import Cursor, page
 from batchsvc.db.session import database_now_ms
 from batchsvc.webhooks.tables import WebhookDelivery, WebhookEndpoint, WebhookEvent
@@ -75,7 +75,6 @@ def known_keys(session: Session, keys: Collection[str]) -> set[str]:
 
 def add_event(session: Session, project_id: str, event_type: str, data: dict[str, Any], key: str) -> bool:
     """Note an event. False: it was noted before, under this key."""
-    insert = (sqlite if session.get_bind().dialect.name == "sqlite" else postgresql).insert(WebhookEvent)
     row = {
         "id": ids.event_id(),
         "project_id": project_id,
@@ -85,8 +84,8 @@ def add_event(session: Session, project_id: str, event_type: str, data: dict[str
         "created_ms": database_now_ms(session),
         "is_spread": False,
     }
-    noted = insert.values(row).on_conflict_do_nothing(index_elements=("key",)).returning(WebhookEvent.id)
-    return session.scalar(noted) is not None
+    noted = insert(session, WebhookEvent).values(row).on_conflict_do_nothing(index_elements=("key",))
+    return session.scalar(noted.returning(WebhookEvent.id)) is not None
 
 
 def oldest_unsent_ms(session: Session) -> int | None:

@@ -93,4 +93,5 @@ def newest_parts_with_errors(session: Session, batch_id: str, limit: int) -> lis
     found = select(Part.s3_key, Part.sha256).where(
         Part.batch_id == batch_id, Part.lines_err > 0, Part.is_void.is_(False)
     )
-    return [(key, sha256) for key, sha256 in session.execute(found.order_by(Part.created_ms.desc()).limit(limit))]
+    newest = found.order_by(Part.created_ms.desc(), func.coalesce(Part.seq, 0).desc()).limit(limit)
+    return [(key, sha256) for key, sha256 in session.execute(newest)]

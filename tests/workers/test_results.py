@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from batchsvc.batches import damage, finalize_queries, garbage_queries, unit_queries
+from batchsvc.batches import damage, finalize_queries, garbage_queries, result_queries, unit_queries
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.tables import Part
 from batchsvc.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -216,6 +216,18 @@ def test_parts_that_an_older_worker_has_added_are_numbered_at_the_end(world: Wor
     assert finalizer(world).finalize(batch_id)
     follower.read_all()
     follower.judge()
+
+
+def test_of_parts_of_one_millisecond_the_last_one_committed_is_the_newest(world: World) -> None:
+    batch_id = world.add_batch(num_lines=6, unit_lines=2)
+    run_units(world)
+    with world.db.transaction() as session:
+        for part in session.query(Part).all():
+            part.created_ms, part.lines_err, part.seq = 1, 1, None if part.seq == 3 else part.seq
+    with world.db.reading() as session:
+        newest = result_queries.newest_parts_with_errors(session, batch_id, 4)
+    keys = {part.s3_key: part.seq for part in world.parts(batch_id)}
+    assert [keys[key] for key, _ in newest] == [6, 5, 4, 2], "one without a number is an older worker's"
 
 
 STEPS = st.lists(

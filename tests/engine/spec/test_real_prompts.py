@@ -19,6 +19,7 @@ from engine.distill.heads import HeadsRun
 from engine.distill.options import Options
 from engine.distill.run import Run
 from engine.engine import Engine
+from engine.intake import EngineStats
 from engine.request import Completion, Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.choose import drafting
@@ -102,26 +103,32 @@ def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {kind: str(folder / kind) for kind in STUDENTS}
 
 
-def assert_same_answers(plain: Plain, speculation: Speculation | None, config: EngineConfig) -> None:
+def assert_same_answers(plain: Plain, speculation: Speculation | None, config: EngineConfig) -> EngineStats:
     engine = Engine(config, runner=plain.runner, text=plain.text, speculation=speculation)
     assert_same(list(engine.run(plain.requests)), plain.answers)
     stats = engine.stats()
     print(f"{stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted, {stats.steps} of {plain.steps} steps")
+    return stats
+
+
+def assert_fewer_steps(plain: Plain, speculation: Speculation, config: EngineConfig) -> None:
+    stats = assert_same_answers(plain, speculation, config)
     assert stats.accepted_tokens > 0, "some are accepted"
     assert stats.drafted_tokens > stats.accepted_tokens, "some are rejected"
     assert stats.steps < plain.steps
 
 
 def test_greedy_answers_to_real_prompts_with_the_look_up(plain: Plain) -> None:
-    assert_same_answers(plain, Speculation(NgramProposer(), is_gated=False), plain.config)
+    assert_fewer_steps(plain, Speculation(NgramProposer(), is_gated=False), plain.config)
 
 
 @pytest.mark.parametrize("kind", STUDENTS)
 def test_greedy_answers_to_real_prompts_with_what_was_trained(plain: Plain, trained: dict[str, str], kind: str) -> None:
     config = replace(plain.config, spec=kind, draft=trained[kind])
     proposer = drafting(config, plain.runner, plain.text, print, reads_all=True)
-    assert_same_answers(plain, Speculation(proposer, is_gated=False, most_draft=MOST_DRAFT), config)
+    assert_fewer_steps(plain, Speculation(proposer, is_gated=False, most_draft=MOST_DRAFT), config)
 
 
 def test_greedy_answers_to_real_prompts_as_the_gate_has_it(plain: Plain) -> None:
+    """It decides by measured times, so how much is drafted on a busy machine is up to that."""
     assert_same_answers(plain, None, replace(plain.config, spec="auto"))

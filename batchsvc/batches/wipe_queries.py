@@ -110,13 +110,10 @@ def end_export(session: Session, batch_id: str) -> None:
     exporter takes it once more, to end them; it has time until the batch is wiped."""
     row = session.get(Export, batch_id, with_for_update=True, populate_existing=True)
     if row is not None and row.state == export_queries.PENDING:
-        row.error, row.epoch, row.owner, row.lease_ms, row.due_ms = (
-            export_queries.WAS_DELETED,
-            row.epoch + 1,
-            None,
-            0,
-            0,
-        )
+        row.error = export_queries.WAS_DELETED
+        row.epoch += 1
+        row.owner = None
+        row.lease_ms = row.due_ms = 0
         if not row.uploads:
             row.state, row.ended_ms = export_queries.FAILED, database_now_ms(session)
 

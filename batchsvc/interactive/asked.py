@@ -54,6 +54,12 @@ class Asked:
         """The most that its answers can have together."""
         return int(self.params.get("n", 1)) * int(self.params["max_tokens"])
 
+    @property
+    def most_logprobs(self) -> int:
+        """The most logprobs that these can have."""
+        top = self.params.get("logprobs")
+        return 0 if top is None else self.most_output_tokens * (1 + int(top))
+
 
 def read_body(data: bytes) -> Body:
     """Raises InvalidRequestError."""
@@ -81,8 +87,7 @@ def ask(endpoint: str, body: Body, text: TextModel, *, default_max_tokens: int) 
     except RequestError as error:
         raise refused(error) from error
     asked = Asked(prompt_ids=ids, params=params)
-    if params.get("logprobs") is not None:
-        _refuse_many_logprobs(asked, params["logprobs"])
+    _refuse_many_logprobs(asked)
     return asked
 
 
@@ -99,13 +104,13 @@ def with_magic(asked: Asked, body: Body) -> Asked:
     return replace(asked, params=asked.params | params)
 
 
-def _refuse_many_logprobs(asked: Asked, top: int) -> None:
+def _refuse_many_logprobs(asked: Asked) -> None:
     """A batch takes them: it is read by nobody who waits, and written in parts."""
-    most = asked.most_output_tokens * (1 + top)
-    if most > MOST_LOGPROBS:
+    if asked.most_logprobs > MOST_LOGPROBS:
         raise InvalidRequestError(
-            f"The answers can have {asked.most_output_tokens:,} tokens (n times max_tokens) with {1 + top} logprobs"
-            f" each, {most:,} in all; a call can have {MOST_LOGPROBS:,}: ask for fewer, or use a batch.",
+            f"The answers can have {asked.most_output_tokens:,} tokens (n times max_tokens) with"
+            f" {asked.most_logprobs // asked.most_output_tokens} logprobs each, {asked.most_logprobs:,} in all; a call"
+            f" can have {MOST_LOGPROBS:,}: ask for fewer, or use a batch.",
             code="invalid_value",
             param="logprobs",
         )

@@ -66,12 +66,14 @@ class CallResponse(Response):
             gone.cancel()
             work.cancel()
             ended, *_ = await asyncio.gather(work, gone, held, return_exceptions=True)
+            await self._let_go()  # not in `work`: what was sent to its end counts as gone, and cancels that
         if isinstance(ended, Exception):
             raise ended
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._converse(send)
+            with self._switchboard.room_for(self._call.asked.most_logprobs):
+                await self._converse(send)
         except TimeoutError:
             says = (
                 f"The answer wasn't whole after {self._settings.interactive_timeout_s:g} s, the most that a call has."
@@ -86,7 +88,6 @@ class CallResponse(Response):
             await self._fail(error, scope, receive, send)
         finally:
             self._slot.close()
-            await self._let_go()
 
     async def _converse(self, send: Send) -> None:
         until_s = asyncio.get_running_loop().time() + self._settings.interactive_timeout_s

@@ -42,6 +42,7 @@ _TURNS = 8  # of the event loop
 _MUCH_BYTES = 65_536  # of a message: reading it would hold up all other calls
 _MOST_CALLS = 10_000  # entries of a stream, far beyond what is ever there
 _MOST_STOPS = 1_000
+_MOST_LOGPROBS = 1_000_000  # of all calls at once: they stay until an answer is whole, some hundred bytes each
 _CALLS_TTL_S = 60  # of a stream that nobody adds to
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,7 @@ class Switchboard:
         self._most_calls = most_calls
         self._most_bytes = most_bytes
         self._num_calls = 0
+        self._num_logprobs = 0
         self._lines: dict[str, Line] = {}
         self._news = wire.news_of(self.id)
         self._last: Any = b"0"  # id of the news that was read last
@@ -79,6 +81,21 @@ class Switchboard:
             yield
         finally:
             self._num_calls -= 1
+
+    @contextmanager
+    def room_for(self, num_logprobs: int) -> Iterator[None]:
+        """Memory for the logprobs of a call. Raises OverloadedError where other calls may need it."""
+        if num_logprobs and self._num_logprobs + num_logprobs > _MOST_LOGPROBS:
+            says = (
+                f"The calls that run can have {self._num_logprobs:,} logprobs, and this one {num_logprobs:,}, of"
+                f" {_MOST_LOGPROBS:,} that this server keeps at once: try again soon, or ask for fewer."
+            )
+            raise OverloadedError(says, code="too_many_calls")
+        self._num_logprobs += num_logprobs
+        try:
+            yield
+        finally:
+            self._num_logprobs -= num_logprobs
 
     async def connect(self, digest: str, call: NewCall) -> Line:
         """A line to the worker that has taken the call. Raises UnavailableError, or OverloadedError where workers have

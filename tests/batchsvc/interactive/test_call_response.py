@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import orjson
@@ -46,6 +46,9 @@ class OneLine:
 
     async def connect(self, _digest: str, _call: object) -> Line:
         return self.line
+
+    def room_for(self, _num_logprobs: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hang_up(self, _line: Line) -> None:
         pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import redis
 from openai.types.responses import ResponseErrorEvent
 
-from batchsvc.interactive import wire
+from batchsvc.interactive import switchboard, wire
 from tests.batchsvc.interactive.conftest import (
     LIVENESS_S,
     MODEL,
@@ -116,6 +118,61 @@ def test_a_client_that_reads_too_slowly_loses_its_stream(sqlite_url: str, calls_
                 list(stream)
             until(lambda: not engine.has_work(), "the engine is idle")
             assert place.usage() == [] and place.chat().choices, "others aren't hurt"
+
+
+def test_calls_with_many_logprobs_do_not_fill_the_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "_MOST_LOGPROBS", 500)
+    many: dict[str, Any] = {"max_tokens": 20, "logprobs": True, "top_logprobs": 20}
+    engine = Held(place.text)
+    _, key = place.new_project(budget_nanos=1_000_000)
+    with place.worker(engine), ThreadPoolExecutor(2) as pool:
+        until(lambda: is_there(place), "the worker is there")
+        first, plain = pool.submit(place.chat, **many), pool.submit(place.chat)
+        until(lambda: len(engine.requests) == 2, "both run")
+        for stream in (True, False):
+            with pytest.raises(openai.RateLimitError, match="420 logprobs, and this one 420, of 500") as refused:
+                place.chat(place.client(key), stream=stream, **many)
+            assert refused.value.code == "too_many_calls" and refused.value.response.headers["retry-after"] == "1"
+        until(lambda: place.holds() == 0, "they hold nothing")
+        engine.goes.set()
+        assert len(first.result(LIVENESS_S).choices[0].logprobs.content) > 1 and plain.result(LIVENESS_S).choices
+        assert place.chat(place.client(key), **many).choices
+
+
+def test_a_hundred_calls_of_one_client_at_once_have_an_answer_or_a_time_to_come_back(
+    sqlite_url: str, calls_redis: str, tiny: Path
+) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> list[str | None]:
+        async def one(number: int) -> str | None:
+            messages: Any = [{"role": "user", "content": "Hi"}]
+            try:
+                if number % 2:
+                    stream = await client.chat.completions.create(
+                        model=MODEL, messages=messages, max_tokens=4, stream=True
+                    )
+                    assert [chunk async for chunk in stream][-1].choices[0].finish_reason
+                else:
+                    await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+            except openai.RateLimitError as error:
+                return str(error.response.headers.get("retry-after"))
+            return None
+
+        async with client:
+            return await asyncio.gather(*map(one, range(100)))
+
+    with opened(call_settings(sqlite_url, calls_redis, interactive_max=4), tiny) as place:
+        engine = Held(place.text)
+        with place.worker(engine):
+            until(lambda: is_there(place), "the worker is there")
+            client = openai.AsyncOpenAI(base_url=f"{place.url}/v1", api_key=place.key, max_retries=0, timeout=60)
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(asyncio.run, ask(client))
+                until(lambda: len(engine.requests) == 4, "four run")
+                time.sleep(1)  # most of the others come meanwhile, and find no slot
+                engine.goes.set()
+                said = asked.result(LIVENESS_S)
+    answered = said.count(None)
+    assert set(said) == {None, "1"} and 4 <= answered == len(engine.requests) < 100
 
 
 def test_a_body_that_does_not_come_gives_its_slot_back(sqlite_url: str, calls_redis: str, tiny: Path) -> None:

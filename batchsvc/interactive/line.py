@@ -22,6 +22,9 @@ class Line:
     A client that reads more slowly than the answer grows has about `most_bytes` waiting for it. Whoever brings news
     gives the reader of an overfull line a chance, then lets it `overflow`: the call fails, what waits is dropped, and
     `on_overflow` is called, for whoever is stuck in sending.
+
+    Beyond that bound a line keeps what was said of the answer, read or not, since its end brings only the rest: until
+    the end, or until the call fails. That is as much as its `max_tokens` and logprobs allow, which bound it (asked.py).
     """
 
     def __init__(self, call_id: str, *, most_bytes: int, now_s: float) -> None:
@@ -84,7 +87,9 @@ class Line:
         self._changed.set()
 
     def _whole(self, ended: Ended) -> Ended:
-        return replace(ended, completion=self._gathered.whole_of(ended.completion), is_rest=False)
+        whole = self._gathered.whole_of(ended.completion)
+        self._gathered = Gathered()
+        return replace(ended, completion=whole, is_rest=False)
 
     def fail(self, error: ServiceError) -> None:
         """There will be no answer: whoever reads next gets this error. An answer that is whole stays."""
@@ -95,6 +100,7 @@ class Line:
         self._failure = self._failure or error
         self._waiting.clear()
         self._waiting_bytes = 0
+        self._gathered = Gathered()
         self._changed.set()
 
     async def changed(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +79,18 @@ def test_what_waits_is_bounded() -> None:
     with pytest.raises(UnavailableError) as slow:
         read(one)
     assert slow.value.code == "slow_reader"
+
+
+@pytest.mark.parametrize("how", [Line.overflow, lambda one: one.fail(UnavailableError("Nothing was heard."))])
+def test_a_call_that_failed_keeps_nothing_of_its_answer(how: Callable[[Line], None]) -> None:
+    one, text = line(), "".join(["x"] * 900)
+    before = sys.getrefcount(text)
+    for no in range(4):
+        one.push(grown(no, text), 0.0)
+    assert read(one) == grown(0, text) and sys.getrefcount(text) > before
+    how(one)
+    one.push(grown(4, text), 0.0)
+    assert sys.getrefcount(text) == before
 
 
 def test_a_reader_that_keeps_up_never_overflows() -> None:

@@ -32,7 +32,7 @@ from tests.faults.own_valkey import OwnValkey
 from tests.otlp import Collector, collecting
 
 NOWHERE = "http://127.0.0.1:9"
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY")
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "BATCHSVC_SECRET_KEY", "BATCHSVC_SPLIT_KEY")
 
 
 @dataclass
@@ -112,6 +112,7 @@ def watched(
             "AWS_ACCESS_KEY_ID": s3.access_key,
             "AWS_SECRET_ACCESS_KEY": s3.secret_key,
             "BATCHSVC_SECRET_KEY": "canary-sealing-" + secrets.token_hex(20),
+            "BATCHSVC_SPLIT_KEY": "canary-split-" + secrets.token_hex(20),
             "BATCHSVC_BUCKET": "t" + secrets.token_hex(8),
             "BATCHSVC_MODEL": model,
             "BATCHSVC_PORT": str(port),
@@ -124,6 +125,7 @@ def watched(
             "REDIS_URL": valkey.url.partition("://:")[2].partition("@")[0],
             "AWS_SECRET_ACCESS_KEY": s3.secret_key,
             "BATCHSVC_SECRET_KEY": env["BATCHSVC_SECRET_KEY"],
+            "BATCHSVC_SPLIT_KEY": env["BATCHSVC_SPLIT_KEY"],
         }
         made = Watched(f"http://127.0.0.1:{port}", env, known, folder)
         try:

@@ -5,7 +5,8 @@
    asks of Redis before it waits shares one deadline, and each look while it waits has one of its own.
 2. One task reads all news and gives each to its call's line; what was read is trimmed.
 3. Another renews what tells the workers that this process lives, and fails the lines of which nothing was heard for
-   too long: workers say often which calls they have.
+   too long: workers say often which calls they have. Silence is counted by what was read, not by the clock: a process
+   that has much to do may come to read late, and its workers live all the same.
 4. `hang_up` ends a call that nobody waits for any more: its worker is told so.
 
 Nothing here is kept: a call is lost with its connection. All of it runs on one event loop, that of the server.
@@ -60,6 +61,7 @@ class Switchboard:
         self._lines: dict[str, Line] = {}
         self._news = wire.news_of(self.id)
         self._last: Any = b"0"  # id of the news that was read last
+        self._read_s = 0.0  # all news of a time before this one were read, or Redis didn't answer; by the loop's clock
         self._redis = redis.asyncio.Redis.from_url(
             redis_url,
             socket_timeout=_REACH_S + _READ_MS / 1000,
@@ -180,7 +182,7 @@ class Switchboard:
                 raise OverloadedError(says, code="too_many_calls")
             if not is_waiting:
                 missed_s = missed_s or now_s
-                if now_s - missed_s > wire.READY_TTL_S:  # whoever took it died before a word
+                if self._read_s - missed_s > wire.READY_TTL_S:  # whoever took it died before a word
                     raise lost()
 
     async def _look_for(self, digest: str, entry: bytes) -> tuple[bool, bool]:
@@ -243,16 +245,21 @@ class Switchboard:
 
     async def _read(self) -> None:
         """Read what is new."""
-        found: Any = await self._redis.xread({self._news: self._last}, count=_READ_COUNT, block=_READ_MS)
-        for _, entries in found.items() if isinstance(found, dict) else found or ():
-            for self._last, fields in entries:
-                await self._hear(fields.get(wire.FIELD, b""))
-            await self._redis.xtrim(self._news, minid=self._last, approximate=False)
+        began_s, num_read = _now_s(), 0
+        try:
+            found: Any = await self._redis.xread({self._news: self._last}, count=_READ_COUNT, block=_READ_MS)
+            for _, entries in found.items() if isinstance(found, dict) else found or ():
+                num_read += len(entries)
+                for self._last, fields in entries:
+                    await self._hear(fields.get(wire.FIELD, b""))
+                await self._redis.xtrim(self._news, minid=self._last, approximate=False)
+        finally:
+            if num_read < _READ_COUNT:  # else there is probably more
+                self._read_s = began_s
 
     async def _look(self) -> None:
-        now_s = _now_s()
         for line in list(self._lines.values()):
-            if line.worker is not None and not line.is_over and now_s - line.heard_s > wire.SILENCE_S:
+            if line.worker is not None and not line.is_over and self._read_s - line.heard_s > wire.SILENCE_S:
                 line.fail(lost())
         if self._lines and not await self._redis.pexpire(self._news, _ms(wire.NEWS_TTL_S)):
             await self._keep()

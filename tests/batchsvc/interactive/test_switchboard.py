@@ -119,6 +119,50 @@ def test_a_whole_answer_survives_the_silence_after_it(
     run(calls_redis, test)
 
 
+def test_a_worker_that_falls_silent_is_missed(
+    calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
+
+    async def test(board: Switchboard) -> None:
+        line = await connected(worker, board, Taken("c", "w"))
+        with pytest.raises(UnavailableError) as silent:
+            await line.next()
+        assert silent.value.code == "worker_lost"
+
+    run(calls_redis, test)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_process_that_comes_to_read_late_takes_no_worker_for_dead(
+    calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    """As one does that a thousand clients knock at."""
+    monkeypatch.setattr(wire, "SILENCE_S", 0.2)
+    monkeypatch.setattr(wire, "READY_TTL_S", 0.2)
+    monkeypatch.setattr(switchboard, "_LOOK_S", 0.02)
+    hear, is_late = Switchboard._hear, not is_taken
+
+    async def hear_late(board: Switchboard, message: bytes) -> None:
+        if is_late:
+            await asyncio.sleep(0.6)
+        await hear(board, message)
+
+    monkeypatch.setattr(Switchboard, "_hear", hear_late)
+
+    async def test(board: Switchboard) -> None:
+        nonlocal is_late
+        line = await connected(worker, board, Taken("c", "w"))
+        is_late = True
+        for _ in range(3):
+            say(worker, board, wire.Alive("w", ("c",)))
+            await asyncio.sleep(0.1)
+        say(worker, board, ended(0))
+        assert await line.next() == ended(0)
+
+    run(calls_redis, test)
+
+
 def test_a_worker_that_dies_with_a_call_before_a_word_is_missed(
     calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

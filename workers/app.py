@@ -16,7 +16,7 @@ from celery.apps.worker import Worker, install_worker_term_handler
 from celery.platforms import SecurityWarning
 from sqlalchemy.exc import DBAPIError
 
-from batchsvc import counters, logs
+from batchsvc import logs
 from batchsvc.dispatch import (
     CONTROL_QUEUE,
     FINALIZE_TASK,
@@ -32,6 +32,7 @@ from workers import messages
 from workers.context import ControlRun, new_owner
 from workers.signals import Signals
 from workers.step import EngineRun, step_of
+from workers.tasks import guarded
 
 _CONTROL_THREADS = 2
 _HANG_S = 30.0  # beyond the grace, in which every wait of a drain ends by itself
@@ -119,6 +120,7 @@ def _drain_on_signals(worker: Any) -> None:
 
 def _logged(name: str, do: Callable[..., object]) -> Callable[..., None]:
     """A task that never fails towards Celery: what goes wrong is logged without contents, and the reaper repeats it."""
+    run = guarded(name, do)
 
     def task(*args: str, **unknown: object) -> None:
         try:
@@ -127,13 +129,8 @@ def _logged(name: str, do: Callable[..., object]) -> Callable[..., None]:
             messages.refuse("its task can't be called like that", error)
             return
         try:
-            do(*args)
-            counters.TASK_RUNS.labels(name, "done").inc()
+            run(*args)
         except (ServiceError, DBAPIError) as error:
-            counters.TASK_RUNS.labels(name, "failed").inc()
             log.warning("task.failed", task=name, **logs.where(error))
-        except Exception as error:  # a defect of ours, or damaged objects: never a traceback with contents
-            counters.TASK_RUNS.labels(name, "crashed").inc()
-            log.warning("task.crashed", task=name, **logs.where(error))
 
     return task

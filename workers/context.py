@@ -25,7 +25,7 @@ from batchsvc.batches.offpeak import Night
 from batchsvc.batches.reading import PlanContext
 from batchsvc.clock import monotonic_s, now_ms
 from batchsvc.db.session import Database
-from batchsvc.dispatch import CeleryDispatcher
+from batchsvc.dispatch import FINALIZE_TASK, PLAN_TASK, QUOTE_TASK, CeleryDispatcher
 from batchsvc.errors import ServiceError, UnavailableError
 from batchsvc.settings import Settings
 from batchsvc.store.s3 import ObjectStore
@@ -44,6 +44,7 @@ from workers.pump import EngineLike
 from workers.reaper import Reaper
 from workers.step import EngineRun
 from workers.switching import Announcer, Baton, LineUp, NotLoadedError, OwnModel, Switcher
+from workers.tasks import guarded
 from workers.test_mode import TestMode
 from workers.webhooks import Courier
 
@@ -80,9 +81,9 @@ class ControlRun:
             self._db,
             store,
             self._dispatcher,
-            plan=self.planner.plan,
-            finalize=self.finalizer.finalize,
-            quote=self.planner.quote,
+            plan=guarded(PLAN_TASK, self.planner.plan),
+            finalize=guarded(FINALIZE_TASK, self.finalizer.finalize),
+            quote=guarded(QUOTE_TASK, self.planner.quote),
             wake_senders=(self._courier.wake, self._exporter.wake),
         )
 

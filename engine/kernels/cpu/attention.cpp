@@ -21,7 +21,8 @@ namespace {
 constexpr int REST = 32;       // of a row's state beside the output
 constexpr int FEW_KEYS = 2048;   // of one span: they are read sooner than other threads would wake
 constexpr int END = 1 << 30;   // last chunk of a span that goes as far as its rows do
-constexpr int RUN = 4;         // spans that a thread takes in a row where there are many
+constexpr int RUN = 4;         // spans that a thread walks in a row where there are many; or items, where there are fewer
+constexpr int MANY_RUNS = 16;
 
 struct Shape { int heads, kv_heads, dim; int64_t block_bytes; };  // K and V alike
 struct Span { int first, last, from, to, table; };                // rows [first, last) over chunks [from, to)
@@ -206,6 +207,13 @@ template <class Dots, class Cache> class Walk {
   int least = 0, most = 0;  // the keys that some row sees are among these
 };
 
+// Items that a thread takes in a row: the keys of all but the first are asked for while it walks those before.
+inline int run_of(int items, int kv_heads) {
+  for (const int run : {RUN * kv_heads, RUN})
+    if (items > MANY_RUNS * run) return run;
+  return 1;
+}
+
 template <class Dots, class Cache>
 void attend_levels(const Step& x, const int32_t* spans, const int32_t* level_ends, int levels) {
   Walk<Dots, Cache> walk(x);
@@ -213,7 +221,7 @@ void attend_levels(const Step& x, const int32_t* spans, const int32_t* level_end
   int begin = 0;
   for (int level = 0; level < levels; level++) {
     const int end = level_ends[level] * x.s.kv_heads;
-    const int run = end - begin > 16 * RUN ? RUN : 1;
+    const int run = run_of(end - begin, x.s.kv_heads);
 #pragma omp for schedule(dynamic, 1)
     for (int first = begin; first < end; first += run) {
       const int last = std::min(first + run, end);

@@ -27,7 +27,7 @@ from batchsvc.cli.target import absolute_model
 _HEADS = "heads:"
 _KILLED = (
     "The training was killed, as by a system that runs out of memory: the same command with --resume goes on from its "
-    "last checkpoint, a smaller --pack-tokens takes less."
+    "last checkpoint, a smaller {smaller} takes less."
 )
 
 
@@ -77,7 +77,9 @@ class TrainOptions:
     ] = 0
     holdout: Annotated[float, typer.Option(metavar="SHARE", help="Of the lines that it is measured on, unseen.")] = 0.1
     pack_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of a step; fewer take less memory.")] = 2048
-    checkpoint_steps: Annotated[int, typer.Option(metavar="N", help="Steps between checkpoints.")] = 25
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps between checkpoints (default: 25, of heads 100).")
+    ] = None
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads (default: all cores).")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False
 
@@ -99,8 +101,7 @@ class TrainOptions:
         argv += ["--lr", str(self.lr), "--seed", str(self.seed), "--lines", str(self.lines)]
         argv += ["--holdout", str(self.holdout), "--pack-tokens", str(self.pack_tokens)]
         argv += ["--samples", str(self.samples)]
-        argv += ["--checkpoint-steps", str(self.checkpoint_steps)]
-        for option in ("draft_vocab", "minutes", "steps", "threads"):
+        for option in ("draft_vocab", "minutes", "steps", "checkpoint_steps", "threads"):
             if (value := getattr(self, option)) is not None:
                 argv += [f"--{option.replace('_', '-')}", str(value)]
         argv += ["--embeddings"] if self.train_embeddings else []
@@ -156,7 +157,8 @@ def distill(
         argv += [option, value] if value is not None else []
     try:
         with shown_phases(console) as told:
-            done = engine_child.ask("engine.distill", argv, told, killed=_KILLED)
+            killed = _KILLED.format(smaller="--draft-vocab" if is_heads else "--pack-tokens")
+            done = engine_child.ask("engine.distill", argv, told, killed=killed)
     except KeyboardInterrupt as error:
         tell_left(found, target, console)
         raise CommandError("Stopped; the same command with --resume goes on.", Exit.INTERRUPTED) from error

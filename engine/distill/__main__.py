@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lines", type=int, default=10_000, help="most lines that are read")
     parser.add_argument("--eval-lines", type=int, default=32, help="most held-out lines that it is measured on")
     parser.add_argument("--precision", default="auto", choices=PRECISIONS)
-    parser.add_argument("--checkpoint-steps", type=int, default=25)
+    parser.add_argument("--checkpoint-steps", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--batch", help="the batch that the data came from")

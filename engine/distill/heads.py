@@ -63,7 +63,7 @@ class Batch(NamedTuple):
 class HeadsRun(Run):
     """The phases of such a run."""
 
-    _way_out = "give fewer --lines, or a smaller --draft-vocab"
+    _way_out = "give a smaller --draft-vocab, or begin anew with fewer --lines"
 
     def _check(self) -> None:
         count, (config, _) = num_heads(self._options.student), open_model(self._meta.path)
@@ -101,7 +101,7 @@ class HeadsRun(Run):
             steps=options.steps,
             minutes=options.bound_minutes,
             rate=options.lr,
-            checkpoint_steps=max(options.checkpoint_steps, 100),  # steps are short
+            checkpoint_steps=options.bound_checkpoint_steps,
             is_reduced=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16()),
             smaller="--draft-vocab",
         )

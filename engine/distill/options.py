@@ -28,8 +28,9 @@ _FREE = {"threads", "resume", "checkpoint_steps", "pack_tokens", "target", "lice
 """What may change when a run goes on."""
 _TRAINING = {"student", "method", "kl", "draft_vocab", "embeddings", "steps", "minutes", "lr", "precision"}
 """What may change at the price of what was trained; the beginnings of all others are in what was captured."""
-_STUDENTS_ALONE = ("method", "kl", "temperature", "embeddings")
+_STUDENTS_ALONE = ("method", "kl", "temperature", "embeddings", "pack_tokens")
 """What heads have no use for: they learn from the teacher's own rows, beside its embedding and head."""
+_CHECKPOINT_STEPS, _CHECKPOINT_STEPS_OF_HEADS = 25, 100  # the steps of heads are short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Options:
     lines: int = 10_000
     eval_lines: int = 32
     precision: str = "auto"
-    checkpoint_steps: int = 25
+    checkpoint_steps: int | None = None
     threads: int | None = None
     resume: bool = False
     batch: str | None = None
@@ -93,11 +94,11 @@ class Options:
         check(0 <= self.samples <= MOST_SAMPLES, "samples", f"between 0 and {MOST_SAMPLES}")
         check(self.lines >= 2, "lines", "at least 2")
         check(self.eval_lines >= 1, "eval_lines", "at least 1")
-        check(self.checkpoint_steps >= 1, "checkpoint_steps", "at least 1")
+        check(self.checkpoint_steps is None or self.checkpoint_steps >= 1, "checkpoint_steps", "at least 1")
         check(self.threads is None or self.threads >= 1, "threads", "at least 1")
         for field in fields(self):
             if self.is_heads and field.name in _STUDENTS_ALONE and getattr(self, field.name) != field.default:
-                spelled = {"embeddings": "train-embeddings"}.get(field.name, field.name)
+                spelled = {"embeddings": "train-embeddings"}.get(field.name, field.name).replace("_", "-")
                 raise DistillError(
                     f"--{spelled} has no effect on heads, which learn from the teacher's own rows: leave it out."
                 )
@@ -110,6 +111,12 @@ class Options:
     def bound_minutes(self) -> float | None:
         """Minutes of training; where nothing bounds a run, an hour does."""
         return DEFAULT_MINUTES if self.minutes is None and self.steps is None else self.minutes
+
+    @property
+    def bound_checkpoint_steps(self) -> int:
+        """Steps between checkpoints."""
+        default = _CHECKPOINT_STEPS_OF_HEADS if self.is_heads else _CHECKPOINT_STEPS
+        return default if self.checkpoint_steps is None else self.checkpoint_steps
 
     @property
     def work(self) -> Path:

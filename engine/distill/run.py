@@ -38,7 +38,7 @@ _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 class Run:
     """The phases of one run. `is_stopped` is asked all the time."""
 
-    _way_out = "give fewer --lines, or a smaller --pack-tokens"
+    _way_out = "give a smaller --pack-tokens, or begin anew with fewer --lines"
 
     def __init__(self, options: Options, tell: Tell, is_stopped: Callable[[], bool]) -> None:
         self._options = options
@@ -164,7 +164,7 @@ class Run:
             steps=options.steps,
             minutes=options.bound_minutes,
             rate=options.lr,
-            checkpoint_steps=options.checkpoint_steps,
+            checkpoint_steps=options.bound_checkpoint_steps,
             is_reduced=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16()),
         )
         self._tell({"say": f"An epoch has about {dataset.packs_of_epoch():,} steps over {len(dataset):,} lines."})

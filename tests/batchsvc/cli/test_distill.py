@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batchsvc.accounts import service as accounts
+from batchsvc.cli import engine_child
 from batchsvc.cli.admin import DatabaseAdmin
 from batchsvc.cli.console import Console
 from batchsvc.cli.distill_data import Data, fetched, found_data, project_id, store, tell_left
@@ -56,6 +57,7 @@ def test_options_are_checked_before_a_batch_is_fetched(tmp_path: Path, monkeypat
     for changes, says in (
         ({"holdout": 1}, "--holdout can't be 1"),
         ({"kl": "reverse"}, "--kl has no effect on heads"),
+        ({"pack_tokens": 512}, "--pack-tokens has no effect on heads"),
         ({"resume": True}, "There is no unfinished run"),
         ({"project": "mine"}, "A batch has its own project"),
         ({"data": "msgbatch_1"}, "is a batch of messages"),
@@ -158,3 +160,18 @@ def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
             told(value)
     said = capsys.readouterr().err.splitlines()
     assert said == ["5 lines.", f"Training: {numbers(line)}", "Training: 800 of 800, loss 1.000, 14 min left"]
+
+
+@pytest.mark.parametrize(("student", "smaller"), [("layers:1", "--pack-tokens"), ("heads:1", "--draft-vocab")])
+def test_of_a_training_that_was_killed_it_says_what_takes_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, student: str, smaller: str
+) -> None:
+    (tmp_path / "in.jsonl").touch()
+
+    def killed(_module: str, argv: list[str], _told: object, *, killed: str) -> None:
+        raise CommandError(killed)
+
+    monkeypatch.setattr(engine_child, "ask", killed)
+    asked = {"teacher": make_tiny_model(tmp_path / "teacher"), "student": student, "data": tmp_path / "in.jsonl"}
+    error = refused(monkeypatch, **asked, out=tmp_path / "made", accept_licence=True)
+    assert f"a smaller {smaller} takes less" in error.message

@@ -160,5 +160,7 @@ def test_parts_have_limits(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_of_a_completed_upload_lives_as_long_as_was_asked(api: Api) -> None:
     upload = begin(api, expires_after={"anchor": "created_at", "seconds": 7200})
+    life_s = api.settings.upload_ttl_s  # of the upload itself, until it is completed
+    assert upload.expires_at - upload.created_at in (life_s, life_s + 1)
     file = complete(api, upload.id, [add(api, upload.id, LINES)]).json()["file"]
     assert file["expires_at"] - file["created_at"] in (7200, 7201)

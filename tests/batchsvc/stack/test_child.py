@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from batchsvc.settings import SettingsError
 from batchsvc.stack.child import Child, ChildSpec, LogLimits, inherited, is_same, rotate, tail
 from batchsvc.stack.services import Command
 
@@ -118,6 +119,16 @@ def test_long_logs_are_moved_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.log.1", "x.log.2", "x.log.3"]
     assert (tmp_path / "x.log.1").read_text().startswith("5 ")
     assert not rotate(log, limits), "no log yet"
+
+
+def test_limits_of_logs_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LogLimits.from_env() == LogLimits(), "unset"
+    monkeypatch.setenv("BATCHSVC_LOG_BYTES", "2000000")
+    monkeypatch.setenv("BATCHSVC_LOG_FILES", "9")
+    assert LogLimits.from_env() == LogLimits(size_bytes=2_000_000, kept=9)
+    monkeypatch.setenv("BATCHSVC_LOG_FILES", "0")
+    with pytest.raises(SettingsError, match="BATCHSVC_LOG_FILES can't be '0'"):
+        LogLimits.from_env()
 
 
 def test_the_log_of_a_running_process_stays_bounded_and_whole(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The limited process that decodes a file for its parent: `python -P -m batchsvc.files.decoder OPTIONS` (JSON).
 
-It has no network, no keys and no file of its own but a temporary one for a packed Parquet file: it asks its parent for
-ranges of bytes, and gives back what they decode to. Frames on standard output are a letter, a length and a payload:
+It is given no keys, no addresses and no file of its own but a temporary one for a packed Parquet file: it asks its
+parent for ranges of bytes, and gives back what they decode to. Frames on standard output are a letter, a length and a
+payload:
 
     R  start and end of a range (two integers); the parent answers with a length and the bytes
     K  what the data is: plain lines (`lines`), lines of files/rows.py (`rows`), or an Arrow stream (`arrow`)

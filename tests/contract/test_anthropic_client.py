@@ -12,7 +12,7 @@ import pytest
 from anthropic.types.messages import MessageBatch
 
 from batchsvc import ids
-from batchsvc.batches import lifecycle, part_file
+from batchsvc.batches import lifecycle, message_intake, part_file
 from batchsvc.batches.lifecycle import Status
 from batchsvc.batches.message_body import MESSAGES
 from batchsvc.batches.tables import Batch, Unit
@@ -129,6 +129,23 @@ def test_life_of_a_message_batch(api: Api, client: anthropic.Anthropic) -> None:
     assert api.call("GET", "/v1/files").json()["data"] == []
     assert api.call("GET", "/v1/batches").json()["data"] == []
     assert api.call("GET", f"/v1/batches/{made.id}").status_code == 404
+
+
+def test_a_call_has_bounded_bytes_and_requests(
+    api: Api, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_intake, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(message_intake, "MOST_BYTES", 2_000)
+    create(client, "a", "b")
+    with pytest.raises(anthropic.BadRequestError, match="at most 2: make several"):
+        create(client, "a", "b", "c")
+    body = orjson.dumps({"requests": [{"custom_id": "a", "params": {**PARAMS, "note": "x" * 2_000}}]})
+    whole = {"content": body, "headers": {"content-type": "application/json"}}
+    in_pieces = whole | {"content": iter([body[:1_000], body[1_000:]])}
+    for sent in (whole, in_pieces):  # the length that a call names, and that of what comes
+        assert api.call("POST", "/v1/messages/batches", **sent).status_code == 413
+    assert len(client.messages.batches.list().data) == 1
+    assert len(list(api.store.list_keys(f"{keys.INPUTS}{api.project_id}/"))) == 1, "nothing of a refused one is kept"
 
 
 def test_each_request_has_one_result_whatever_ended_the_batch(api: Api, client: anthropic.Anthropic) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from sqlalchemy import text
 
 from batchsvc.db.session import Database, database_now_ms
@@ -141,15 +142,16 @@ def _starts(stack: Stack) -> int:
     return sum(row["event"] == "start" for row in read_lines(stack.witness))
 
 
-def test_the_rest_of_a_cancelled_batch_completes_it(stack: Stack, stack_cli: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["continue", "retry"])
+def test_the_rest_of_a_cancelled_batch_completes_it(stack: Stack, stack_cli: Run, tmp_path: Path, verb: str) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line(i, stack.model) for i in range(6)])
     with _standing_still(stack, _engine_pid(stack_cli)):
-        first = stack_cli("submit", source, "--name", "rest").out.split()[0]
+        first = stack_cli("submit", source, "--name", f"rest to {verb}").out.split()[0]
         assert "batchsvc resume" in stack_cli("pause", first).out
         wait_for(lambda: stack_cli("show", first, "--json").json["waiting_for"] == "paused", "it is paused")
         assert "not paused" in stack_cli("resume", first).out
         assert stack_cli("cancel", first, "--json").json["status"] == "cancelled"
-    second = stack_cli("continue", first).out.split()[0]
+    second = stack_cli(verb, first).out.split()[0]
     followed = stack_cli("results", second, "--follow", "-o", tmp_path / "followed.jsonl")
     assert followed.code == 0, followed.err
     assert sorted(row["line"] for row in read_lines(tmp_path / "followed.jsonl")) == list(range(1, 7))

@@ -61,16 +61,23 @@ def test_two_thousand_lines_end_soon_after_a_cancel(cluster: Cluster, judge: Jud
     assert_sums(cluster, job)
 
 
+@pytest.mark.parametrize("by", ["operator", "project"])
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
-def test_a_paused_batch_can_be_cancelled_and_expires(cluster: Cluster, judge: Judge, end: str) -> None:
+def test_a_paused_batch_can_be_cancelled_and_expires(cluster: Cluster, judge: Judge, end: str, by: str) -> None:
     cluster.start("control")
     cluster.start("engine", BATCHSVC_FAKE_TOKENS_PER_S=200)
     job = cluster.submit(100, max_tokens=20)
     cluster.until(lambda: cluster.num_done(job), "the first part")
-    cluster.db.run(lambda session: poison_queries.pause(session, job.id, "by the test"))
+    if by == "operator":
+        cluster.db.run(lambda session: poison_queries.pause(session, job.id, "by the test"))
+    else:
+        cluster.call("POST", f"/v1/batches/{job.id}/pause").raise_for_status()
     cluster.until(lambda: all(unit.state != "leased" for unit in cluster.units(job)), "the worker gave it back")
     shown = cluster.get(job)
-    assert shown["waiting_for"] == "paused: by the test" and shown["estimated_completion_at"] is None
+    assert (
+        shown["waiting_for"] == ("paused: by the test" if by == "operator" else "paused")
+        and shown["estimated_completion_at"] is None
+    )
     if end == "cancelled":
         cluster.cancel(job)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,15 @@ def run_schemas(engine: Engine, seeds: Iterable[int]) -> list[Completion]:
     return found
 
 
+def num_whole(found: Sequence[Completion]) -> int:
+    """Answers that end by themselves: those that are cut prove little."""
+    return sum(completion.finish_reason is FinishReason.STOP for completion in found)
+
+
 def test_random_schemas_are_followed_or_the_answer_says_length(engine: Engine) -> None:
     found = run_schemas(engine, range(24))
     assert all(follows(completion, random_schema(seed)) for seed, completion in enumerate(found))
-    assert any(completion.finish_reason is FinishReason.STOP for completion in found)
+    assert num_whole(found) >= len(found) / 4
 
 
 @pytest.mark.slow
@@ -77,6 +82,7 @@ def test_five_hundred_random_schemas_on_the_real_model(default_model: Path) -> N
     engine = Engine(EngineConfig(model=str(default_model), num_blocks=4000))
     found = run_schemas(engine, range(500))
     assert all(follows(completion, random_schema(seed)) for seed, completion in enumerate(found))
+    assert num_whole(found) >= len(found) / 4
 
 
 def test_company_of_other_forms_changes_no_token(tiny_model: Path, engine: Engine) -> None:

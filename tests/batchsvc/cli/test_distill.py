@@ -23,10 +23,10 @@ from batchsvc.db.session import Database
 from tests.tiny import make_tiny_model
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, **given: object) -> CommandError:
-    """What the command says of these arguments, where nobody can be asked."""
+def refused(monkeypatch: pytest.MonkeyPatch, *, stdin: io.StringIO | None = None, **given: object) -> CommandError:
+    """What the command says of these arguments, where nobody can be asked unless there is a `stdin`."""
     monkeypatch.setattr(sys, "argv", ["batchsvc"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys, "stdin", stdin or io.StringIO(""))
     from batchsvc.cli.models import app
 
     argv = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -49,6 +49,22 @@ def test_a_licence_is_shown_and_must_be_confirmed(
     assert error.code == Exit.USAGE and "is neither a file nor a batch" in error.message
     (tmp_path / "made").mkdir()
     assert "exists already" in refused(monkeypatch, **asked, accept_licence=True).message
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "is_accepted"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_at_a_terminal_it_is_asked_whether_the_licence_allows_it(
+    answer: str, is_accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"teacher": make_tiny_model(tmp_path / "teacher"), "student": "layers:1", "data": tmp_path / "none.jsonl"}
+    error = refused(monkeypatch, **asked, out=tmp_path / "made", stdin=Terminal(answer))
+    accepted, declined = "is neither a file nor a batch", "wasn't accepted, so nothing was trained"
+    assert error.code == Exit.USAGE and (accepted if is_accepted else declined) in error.message
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 
 
 def test_options_are_checked_before_a_batch_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

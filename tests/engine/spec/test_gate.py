@@ -14,7 +14,7 @@ from engine.spec.costs import ROW_SHARE, StepCosts, seconds
 from engine.spec.gate import MARGIN, window_lengths
 from engine.spec.odds import Odds
 from engine.spec.proposer import Grades
-from engine.spec.speculation import Speculation
+from engine.spec.speculation import MOST_SEQUENCES, Speculation
 from tests.engine.oracle import request
 from tests.engine.spec.guesser import SimpleProposer
 
@@ -146,3 +146,24 @@ def test_what_was_given_up_is_tried_again(overlaps: bool) -> None:
             trials.append(step)
     assert 3 <= len(trials) <= 4
     assert min(b - a for a, b in pairwise(trials)) >= 256
+
+
+class Sure(SimpleProposer):
+    """Always has a token, and is always drafted from."""
+
+    def look(self, sequences: Iterable[Sequence], most_tokens: Iterable[int]) -> list[Grades]:
+        return [(0,) * most for most in most_tokens]
+
+    def guess(self, seq: Sequence, length: int) -> tuple[int, ...]:
+        return (7,) * length
+
+
+def test_a_full_batch_has_no_drafts() -> None:
+    """Whatever is proposed, and nothing waits for tokens to look at there."""
+    speculation = Speculation(Sure(), is_gated=False)
+    running = [Sequence(request(str(number), [4, 5], 100), 0, 100) for number in range(MOST_SEQUENCES + 1)]
+    for seq in running:
+        seq.state, seq.computed_tokens = SequenceState.RUNNING, 1
+    assert MOST_SEQUENCES == 32
+    assert speculation.drafts(running[:-1], 4096) and speculation.wants_tokens(32) and not speculation.wants_tokens(33)
+    assert speculation.drafts(running, 4096) == {}

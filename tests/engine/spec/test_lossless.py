@@ -7,6 +7,7 @@ probabilities too.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -329,7 +330,12 @@ def test_a_model_that_cannot_draft_is_refused_in_a_sentence(world: World, tmp_pa
         "as many and as wide": make_tiny_model(tmp_path / "heads", **sizes, kv_heads=4),
         "layers at most as many": make_tiny_model(tmp_path / "layers", **sizes, kv_heads=2, layers=3),
     }
-    for says, path in others.items():
+    swapped = make_tiny_model(tmp_path / "swapped", **sizes, kv_heads=2)
+    spelled = json.loads((swapped / "tokenizer.json").read_text("utf-8"))
+    vocab = spelled["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(spelled), "utf-8")
+    for says, path in (*others.items(), ("has another vocabulary", swapped)):
         config = replace(world.config, spec="auto", draft=str(path))
         with pytest.raises(ConfigError, match=says):
             Engine(config, runner=ModelRunner(config), text=world.text)

@@ -172,7 +172,8 @@ def choose(
 ) -> Kernels:
     """The fastest tier that serves this model in these formats on `device` (engine/device.py; None: the CPU).
 
-    `reproducible`: no row's result may depend on the rows beside it, even where that is slower.
+    `reproducible`: no row's result may depend on the rows beside it, even where that is slower; `say` is told where
+    that can't be promised.
     """
     if _override is not None:
         return _override
@@ -200,6 +201,8 @@ def choose(
             )
         except BuildError as error:
             say(f"Attention and row kernels run in plain torch, which is slower: {error}.")
+    if reproducible:
+        say("In plain torch an answer may depend on what is computed beside it, so nothing here is reproducible.")
     return TorchKernels(model, weight_format=weight_format, kv_format=kv_format, block_tokens=block_tokens)
 
 

@@ -303,6 +303,9 @@ def test_what_is_not_served_falls_back_with_a_sentence() -> None:
         assert isinstance(chosen, TorchKernels)
     assert len(said) == 3
     assert all(sentence.endswith(".") and "plain torch" in sentence for sentence in said)
+    asked = {"weight_format": "float32", "kv_format": "float32", "block_tokens": 16, "reproducible": True}
+    choose(MODEL, **asked, say=said.append)
+    assert "reproducible" in said[-1] and len(said) == 4
     with pytest.raises(BuildError, match="KV blocks hold 4 tokens"):
         CpuKernels(MODEL, weight_format="bf16", block_tokens=4)
 

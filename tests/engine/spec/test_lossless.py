@@ -24,7 +24,7 @@ from engine.distill.capture import Scorer
 from engine.engine import Engine
 from engine.errors import ConfigError, ModelError
 from engine.load.weights import open_model
-from engine.request import Begun, Completion, FinishReason, Request, SamplingParams
+from engine.request import Begun, Completion, FinishReason, Request, SamplingParams, TokenLogprobs
 from engine.runner import ModelRunner
 from engine.spec.choose import heads_on
 from engine.spec.draft_model import DraftProposer
@@ -120,6 +120,7 @@ class World:
         self.requests.append(replace(self.requests[1], id="stop string", params=replace(DRAWN, stop=stops)))
         self.plain = self.run(self.requests)
         self.answers = {request.id: self._answers(request) for request in self.requests}
+        self.told = {one.id: self._told(one) for one in self.requests if one.params.logprobs is not None}
 
     def engine(self, speculation: Speculation | None = None, **changes: Any) -> Engine:
         config = replace(self.config, **changes)
@@ -137,6 +138,26 @@ class World:
 
     def recorded(self) -> Speculation:
         return Speculation(Recorded(self.requests, 0.8, self.answers), is_gated=False)
+
+    def begun(self, cut: int) -> dict[str, Request]:
+        """The requests with what another engine said of them, log probabilities too."""
+        found = {}
+        for request in self.requests:
+            if request.n > 1:
+                begun = tuple(Begun(own[:cut]) for own in self.answers[request.id])
+                found[request.id] = replace(request, resume_choices=begun)
+            else:
+                told = () if request.params.logprobs is None else self.told[request.id][:cut]
+                ids = self.answers[request.id][0][:cut]
+                found[request.id] = replace(request, resume_ids=ids, resume_logprobs=told)
+        return found
+
+    def _told(self, request: Request) -> tuple[TokenLogprobs, ...]:
+        engine, told = self.engine(), list[TokenLogprobs]()
+        engine.add(request)
+        while engine.has_work():
+            told += engine.step().logprobs.get(request.id, [])
+        return tuple(told)
 
     def _answers(self, request: Request) -> list[tuple[int, ...]]:
         if request.n == 1:
@@ -193,11 +214,15 @@ def test_the_plain_answers_are_worth_comparing(world: World) -> None:
     assert told == {"log probabilities": 0, "greedy log probabilities": 0}, "compared with those of each proposer"
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}, {"overlap": True}],
-    ids=str,
-)
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"step_tokens": 23, "max_running": 5},
+    {"num_blocks": 24, "prefix_cache": False},
+    {"overlap": True},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_every_kind_of_request_ends_the_same(world: World, limits: dict[str, Any]) -> None:
     assert_same(world.run(world.requests, world.recorded(), **limits), world.plain)
 
@@ -207,47 +232,75 @@ def test_the_look_up_changes_nothing(world: World) -> None:
     assert_same(world.run(world.requests, spec="auto"), world.plain)
 
 
+def preempted(engine: Engine, requests: Sequence[Request], period: int) -> list[Completion]:
+    """The answers in the order of the requests, which are preempted now and then."""
+    for request in requests:
+        engine.add(request)
+    ended: dict[str, Completion] = {}
+    step = 0
+    while engine.has_work():
+        for index, seq in enumerate(engine.scheduler.running()):
+            if (index + step) % period == 0 and step < 20:
+                engine.scheduler.preempt(seq.id)
+        step += 1
+        ended |= {c.request_id: c for c in engine.step().completions}
+    assert engine.stats().preemptions > 10 and engine.stats().accepted_tokens > 0
+    return [ended[request.id] for request in requests]
+
+
 def test_preempted_now_and_then(world: World) -> None:
     for period in (2, 3, 5):
-        engine = world.engine(world.recorded())
-        for request in world.requests:
-            engine.add(request)
-        ended: dict[str, Completion] = {}
-        step = 0
-        while engine.has_work():
-            for index, seq in enumerate(engine.scheduler.running()):
-                if (index + step) % period == 0 and step < 20:
-                    engine.scheduler.preempt(seq.id)
-            step += 1
-            ended |= {c.request_id: c for c in engine.step().completions}
-        assert engine.stats().preemptions > 10
-        assert_same([ended[plain.request_id] for plain in world.plain], world.plain)
+        assert_same(preempted(world.engine(world.recorded()), world.requests, period), world.plain)
 
 
 def test_an_answer_that_another_engine_began_goes_on(world: World) -> None:
     """Cut at any place, with drafts before it, behind it, or both."""
     for cut in (1, 3, 8, 17):
-        begun = {
-            request.id: replace(request, resume_choices=tuple(Begun(own[:cut]) for own in world.answers[request.id]))
-            if request.n > 1
-            else replace(request, resume_ids=world.answers[request.id][0][:cut])
-            for request in world.requests
-            if request.params.logprobs is None
-        }
+        begun = world.begun(cut)
         found = world.run(list(begun.values()), world.recorded())
         assert_same(found, [plain for plain in world.plain if plain.request_id in begun])
 
 
-def test_a_draft_model_changes_nothing(world: World, small: Path) -> None:
-    runner = ModelRunner(world.config)
-    draft = ModelRunner(replace(world.config, model=str(small), poison=False), pool=runner.pool)
-    speculation = Speculation(DraftProposer(draft, world.config.block_tokens), is_gated=False)
-    engine = Engine(world.config, runner=runner, text=world.text, speculation=speculation)
-    assert_same(list(engine.run(world.requests)), world.plain)
-    assert engine.stats().accepted_tokens > 0
+class WithDraft:
+    """Engines whose every proposal of a draft model is drafted."""
+
+    def __init__(self, world: World, small: Path) -> None:
+        self._world = world
+        self._small = small
+
+    def engine(self, **changes: Any) -> Engine:
+        config = replace(self._world.config, **changes)
+        runner = ModelRunner(config)
+        own = replace(config, model=str(self._small), poison=False, overlap=False)
+        draft = DraftProposer(ModelRunner(own, pool=runner.pool), config.block_tokens)
+        speculation = Speculation(draft, is_gated=False)
+        return Engine(config, runner=runner, text=self._world.text, speculation=speculation)
+
+    def run(self, requests: Sequence[Request], **changes: Any) -> list[Completion]:
+        engine = self.engine(**changes)
+        found = list(engine.run(requests))
+        engine.scheduler.check_integrity()
+        assert engine.stats().drafted_tokens > engine.stats().accepted_tokens > 0
+        return found
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_a_draft_model_changes_nothing(world: World, small: Path, limits: dict[str, Any]) -> None:
+    assert_same(WithDraft(world, small).run(world.requests, **limits), world.plain)
+
+
+def test_a_draft_model_that_is_named_changes_nothing(world: World, small: Path) -> None:
     config = replace(world.config, spec="draft", draft=str(small))
     engine = Engine(config, runner=ModelRunner(config), text=world.text)
     assert_same(list(engine.run(world.requests)), world.plain)
+
+
+def test_a_draft_model_with_preemptions_and_answers_that_another_engine_began(world: World, small: Path) -> None:
+    engine = WithDraft(world, small).engine()
+    assert_same(preempted(engine, world.requests, 3), world.plain)
+    begun = world.begun(5)
+    found = WithDraft(world, small).run(list(begun.values()))
+    assert_same(found, [plain for plain in world.plain if plain.request_id in begun])
 
 
 @pytest.fixture(scope="module")
@@ -277,35 +330,16 @@ class WithHeads:
         return found
 
 
-@pytest.mark.parametrize(
-    "limits", [{}, {"step_tokens": 23, "max_running": 5}, {"num_blocks": 24, "prefix_cache": False}, {"overlap": True}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_heads_change_nothing(world: World, heads: Path, limits: dict[str, Any]) -> None:
     assert_same(WithHeads(world, heads).run(world.requests, **limits), world.plain)
 
 
 def test_heads_with_preemptions_and_answers_that_another_engine_began(world: World, heads: Path) -> None:
-    engine = WithHeads(world, heads).engine()
-    for request in world.requests:
-        engine.add(request)
-    ended: dict[str, Completion] = {}
-    step = 0
-    while engine.has_work():
-        for index, seq in enumerate(engine.scheduler.running()):
-            if (index + step) % 3 == 0 and step < 20:
-                engine.scheduler.preempt(seq.id)
-        step += 1
-        ended |= {c.request_id: c for c in engine.step().completions}
-    assert engine.stats().preemptions > 10 and engine.stats().accepted_tokens > 0
-    assert_same([ended[plain.request_id] for plain in world.plain], world.plain)
-    begun = [
-        replace(request, resume_ids=world.answers[request.id][0][:5])
-        for request in world.requests
-        if request.n == 1 and request.params.logprobs is None
-    ]
-    found = WithHeads(world, heads).run(begun)
-    assert_same(found, [plain for plain in world.plain if plain.request_id in {one.id for one in begun}])
+    assert_same(preempted(WithHeads(world, heads).engine(), world.requests, 3), world.plain)
+    begun = world.begun(5)
+    found = WithHeads(world, heads).run(list(begun.values()))
+    assert_same(found, [plain for plain in world.plain if plain.request_id in begun])
 
 
 def test_heads_are_found_where_they_lie(world: World, heads: Path, model: Path, tmp_path: Path) -> None:

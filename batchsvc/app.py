@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +37,7 @@ import batchsvc.webhooks.routes
 from batchsvc import logs, tracing
 from batchsvc.accounts.caller import CallerDep, require_caller, secret_of
 from batchsvc.accounts.door import Door
-from batchsvc.accounts.scrapers import Scrapers
+from batchsvc.accounts.scrapers import Scrapers, is_loopback
 from batchsvc.batches import garbage_queries
 from batchsvc.batches.service import live_batch_of
 from batchsvc.db import migrate
@@ -153,8 +152,9 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
 
     @app.get("/metrics", response_class=Response, responses=sends(CONTENT_TYPE_LATEST))
     def show_metrics(request: Request) -> Response:
-        """Prometheus' text; needs no key from this machine, and an admin key from any other."""
-        if not _is_loopback(request):
+        """Prometheus' text; needs no key from this machine, unless a proxy may be who asks, and an admin key from any
+        other."""
+        if settings.public_url or not (request.client and is_loopback(request.client.host)):
             scrapers.admit(secret_of(request), lambda: require_caller(request, context))
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -168,13 +168,6 @@ def create_app(settings: Settings, dispatcher: Dispatcher | None = None) -> Fast
 
 def _discard(session: Session, key: str) -> None:
     garbage_queries.discard(session, [key], grace_s=garbage_queries.DOWNLOAD_S)
-
-
-def _is_loopback(request: Request) -> bool:
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ engine. A client that is slow, in asking or in reading, holds a thread for `_PAT
 from __future__ import annotations
 
 import io
-import ipaddress
 import json
 import socket
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from batchsvc.accounts.scrapers import is_loopback
 from batchsvc.clock import monotonic_s
 from batchsvc.errors import AuthenticationError, NotFoundError, ServiceError, UnavailableError
 from batchsvc.health import Checks
@@ -92,7 +92,7 @@ class _Pages:
             return (200 if health.is_ready else 503), _JSON, _json(health.shown())
         if path == "/metrics":
             scheme, _, secret = authorization.partition(" ")
-            if not _is_loopback(client) and not (scheme.lower() == "bearer" and self._may_read(secret.strip())):
+            if not is_loopback(client) and not (scheme.lower() == "bearer" and self._may_read(secret.strip())):
                 return _NO_KEY.status, _JSON, _json(_NO_KEY.envelope())
             return 200, CONTENT_TYPE_LATEST, self._metrics()
         return _NO_PAGE.status, _JSON, _json(_NO_PAGE.envelope())
@@ -178,15 +178,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def version_string(self) -> str:
         return "batchsvc"
-
-
-def _is_loopback(client: str) -> bool:
-    try:
-        address = ipaddress.ip_address(client)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _json(said: Mapping[str, Any]) -> bytes:

@@ -182,7 +182,9 @@ class Settings(BaseSettings):
     )
 
     public_url: str | None = Field(
-        default=None, description="address of the API as clients see it, such as https://batch.example.com"
+        default=None,
+        description="address of the API as clients see it, such as https://batch.example.com; with it, /metrics needs "
+        "a key from this machine, too",
     )
     host: str = Field(default="127.0.0.1", description="address that the API listens on")
     port: int = Field(default=8080, ge=0, le=65535, description="port of the API")

@@ -7,6 +7,7 @@ that comes again within that while is remembered on, however long the database i
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 from collections.abc import Callable
 
@@ -60,6 +61,16 @@ class Scrapers:
         with self._lock:
             good_s = self._good_s.get(digest)
         return good_s is not None and monotonic_s() - good_s < _REMEMBERED_S
+
+
+def is_loopback(client: str | None) -> bool:
+    """Whether a caller's address is of this machine; also one that a socket for both families writes as IPv6."""
+    try:
+        address = ipaddress.ip_address(client or "")
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _require(caller: Caller) -> None:

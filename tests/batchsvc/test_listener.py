@@ -77,7 +77,7 @@ def test_readiness_names_what_fails(parts: dict[str, str], status: str, code: in
 
 
 def test_metrics_from_elsewhere_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_is_loopback", lambda _client: False)
+    monkeypatch.setattr(listening, "is_loopback", lambda _client: False)
     with open_on(Parts(), key="right") as listener:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
             refused = get(listener, "/metrics", **headers)
@@ -90,7 +90,7 @@ def test_metrics_from_elsewhere_need_a_key(monkeypatch: pytest.MonkeyPatch) -> N
     ("client", "is_here"), [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("192.0.2.7", False)]
 )
 def test_what_counts_as_this_machine(client: str, is_here: bool) -> None:
-    assert listening._is_loopback(client) is is_here
+    assert listening.is_loopback(client) is is_here
 
 
 def test_a_taken_port_is_one_sentence_that_names_the_setting() -> None:

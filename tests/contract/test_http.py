@@ -211,6 +211,14 @@ def test_metrics(api: Api) -> None:
         assert counts[f'batchsvc_batches{{status="{status}"}}'] == rows.get(status, 0)
 
 
+def test_metrics_need_a_key_from_here_too_where_a_proxy_may_ask(api: Api) -> None:
+    """One that sends no X-Forwarded-For looks like this machine."""
+    settings = api.settings.model_copy(update={"public_url": "https://batch.example.com"})
+    here = TestClient(create_app(settings, NullDispatcher()), client=("127.0.0.1", 50_000))
+    assert envelope(here.get("/metrics"), 401)
+    assert here.get("/metrics", headers={"Authorization": f"Bearer {api.admin_key}"}).status_code == 200
+
+
 def test_metrics_need_an_admin_key_from_elsewhere(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the database is away: then one that was good before is taken, so that somebody is told."""
 

@@ -17,7 +17,7 @@ def test_an_admin_key_scrapes_a_worker_from_elsewhere(world: World, monkeypatch:
     def away(*_: object) -> None:
         raise OperationalError("select", {}, Exception("away"))
 
-    monkeypatch.setattr(listener, "_is_loopback", lambda _client: False)
+    monkeypatch.setattr(listener, "is_loopback", lambda _client: False)
     with world.db.transaction() as session:
         project_id = accounts.create_project(session, "operations").id
         _, admin = accounts.create_key(session, project_id, "scraper", is_admin=True)

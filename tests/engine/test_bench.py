@@ -52,6 +52,22 @@ def test_one_json_line_comes_last_with_all_fields(tiny_model: Path, tmp_path: Pa
     assert report["output_tps"] == pytest.approx(report["output_tokens"] / report["wall_s"], rel=0.02)
 
 
+def test_it_tells_what_was_drafted_and_accepted(tiny_model: Path, tmp_path: Path) -> None:
+    """A tiny model soon says the same over and over, so the look-up is right often, and wrong before."""
+    body = {"messages": [{"role": "user", "content": "late " * 20}], "max_tokens": 200, "temperature": 0}
+    path = tmp_path / "w.jsonl"
+    path.write_text(json.dumps({"custom_id": "0", "body": body | {"ignore_eos": True}}) + "\n")
+    command = [sys.executable, "-m", "engine.bench", "--workload", str(path), "--model", str(tiny_model), "--json"]
+    command += ["--quant", "float32", "--kv", "float32", "--threads", "1", "--spec", "ngram", "--max-running", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    accepted, steps = report["accepted_tokens"], report["steps"]
+    assert report["spec"] == "ngram" and 0 < accepted <= report["drafted_tokens"]
+    assert steps + accepted == report["output_tokens"] == 200, "each step says a token beside"
+    windows = round(accepted / report["accepted_per_verify"])
+    assert 0 < windows < steps and report["accepted_per_verify"] == round(accepted / windows, 2)
+
+
 def test_what_cannot_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--workload", str(tmp_path / "none.jsonl"), "--model", str(tmp_path / "none")]) == 1
     assert "can't run" in capsys.readouterr().err

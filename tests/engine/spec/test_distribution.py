@@ -181,6 +181,7 @@ def test_a_few_answers_have_the_models_distribution(name: str, setting: str) -> 
     [
         ("temperature", "second chance"),
         ("temperature", "near enough"),
+        ("filters", "near enough"),
         ("penalties", "second chance"),
         ("form", "near enough"),
     ],

@@ -115,11 +115,13 @@ def ended_with(*processes: BaseProcess) -> Iterator[None]:
             kill(process)
 
 
-def kill(process: BaseProcess) -> None:
-    """Without a warning."""
+def kill(process: BaseProcess) -> bool:
+    """Without a warning. False where it had ended by itself."""
     if process.pid is not None and process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it just did
+            os.kill(process.pid, signal.SIGKILL)
     process.join()
+    return process.exitcode == -signal.SIGKILL
 
 
 def answers_in(path: Path) -> list[tuple[str, list[int]]]:

@@ -82,7 +82,7 @@ def kill_often(sides: Sides, workload: Path, expected: dict[str, list[int]], kil
 
     try:
         while victims():
-            answers = sides.folder / f"after{killed.total()}.jsonl"
+            answers = sides.folder / f"after{rounds}.jsonl"
             decode = sides.decode(workload, answers)
             try:
                 while decode.is_alive():
@@ -91,13 +91,11 @@ def kill_often(sides: Sides, workload: Path, expected: dict[str, list[int]], kil
                     decode.join(rng.uniform(0.0, 0.3))
                     if not decode.is_alive() or not victims():
                         continue
-                    victim = rng.choice(victims())
-                    killed[victim] += 1
-                    if victim == "prefill":
-                        kill(prefill)
+                    if rng.choice(victims()) == "prefill":
+                        killed["prefill"] += kill(prefill)
                         prefill = sides.prefill()
                     else:
-                        kill(decode)
+                        killed["decode"] += kill(decode)
                         decode = sides.decode(workload, answers)
                 assert decode.exitcode == 0, sides.said("decode")[-2000:]
             finally:

@@ -145,6 +145,8 @@ class Engine:
         self._pooled = PooledRequests()
         self._choices = Choices()
         self._forms = forms.Forms(text, vocab_size=runner.vocab_size, eos_ids=runner.eos_ids)
+        if self._speculation is not None:
+            self._speculation.cut_by(self._forms.cut)
         self._output = StepOutput()
         self._is_broken = False
         self._say = say

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from engine.cache.loans import Loans
@@ -12,6 +12,9 @@ from engine.spec.costs import StepCosts, seconds
 from engine.spec.gate import window_lengths
 from engine.spec.odds import Odds
 from engine.spec.proposer import Grades, Proposer
+
+Cut = Callable[[str, tuple[int, ...]], tuple[int, ...]]
+"""Of a sequence id and its draft, what of it may be right."""
 
 MOST_SEQUENCES = 32
 """More that run are a full batch: its steps compute as fast as they read, so a wrong draft costs what a right one
@@ -41,6 +44,7 @@ class Speculation:
         self._odds = Odds(proposer.first_odds)
         self._costs = StepCosts()
         self._loans: Loans | None = None
+        self._cut: Cut = lambda _, draft: draft
         self._has_drafted = False
         self._steps = 0
         self._tried_at = 0  # the step of the last trial
@@ -85,8 +89,8 @@ class Speculation:
             sequences, grades, lengths, self._proposer.propose(sequences, asked), strict=True
         ):
             self._odds.note(seq, found, own)
-            if found[:length]:
-                drafts[seq.id] = found[:length]
+            if kept := self._cut(seq.id, found[:length]):
+                drafts[seq.id] = kept
         self._has_drafted = bool(drafts)
         return drafts
 
@@ -110,6 +114,10 @@ class Speculation:
         """What the step had that is committed next."""
         if states:
             self._proposer.see(states)
+
+    def cut_by(self, cut: Cut) -> None:
+        """Of each draft only what this leaves of it is computed."""
+        self._cut = cut
 
     def borrow(self, loans: Loans) -> None:
         """From where the proposer may borrow blocks."""

@@ -98,6 +98,15 @@ class Forms:
         """The answer ended; it need not have a form."""
         self._open.pop(request_id, None)
 
+    def cut(self, seq_id: str, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """A draft up to its first token that the answer's form forbids: no place behind it could count."""
+        matcher = self._open.get(seq_id)
+        if matcher is None or matcher.is_ended:
+            return draft
+        if self._ahead is not None and matcher in self._ahead.matchers:
+            self._ahead.masks.result()  # until then it is the other thread's
+        return draft[: matcher.fitting(draft)]
+
     def masked(self, plan: StepPlan) -> StepPlan:
         """The plan with the masks of the rows that it samples."""
         wanted = {

@@ -413,4 +413,14 @@ def test_a_form_that_fails_behind_a_stop_string_ends_there(world: World, stop: s
     engine = world.engine(Speculation(Spelled(token_ids), is_gated=False))
     assert_same(list(engine.run([request])), [plain])
     assert plain.finish_reason is (FinishReason.STOP if stop == "b" else FinishReason.ERROR)
-    assert engine.stats().drafted_tokens == 3 and engine.stats().steps == 2
+    assert engine.stats().drafted_tokens == 2 and engine.stats().steps == 2
+
+
+def test_a_draft_ends_where_the_form_forbids_it(world: World) -> None:
+    """What stands behind could never count, so it isn't computed."""
+    params = replace(GREEDY, grammar=spec_of("regex", "ab(c|d)e"), ignore_eos=False)
+    request = Request(id="r", prompt_ids=[20, 30, 40], params=params)
+    (plain,) = world.run([request])
+    engine = world.engine(Speculation(Spelled(world.text.tokenizer.encode("abxeeee")), is_gated=False))
+    assert_same(list(engine.run([request])), [plain])
+    assert engine.stats().drafted_tokens == 2 and engine.stats().accepted_tokens == 1, "and neither x nor a second e"

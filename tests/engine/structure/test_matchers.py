@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.structure import matchers
 from engine.structure.grammar import spec_of
@@ -20,7 +21,7 @@ class Counted(Grammars):
         super().__init__(text.tokenizer, vocab_size=text.meta.vocab_size, eos_ids=text.meta.eos_ids)
         self.compiled: list[str] = []
 
-    def _compile(self, spec: str) -> matchers.LLMatcher:
+    def _compile(self, spec: str) -> LLMatcher:
         self.compiled.append(spec)
         return super()._compile(spec)
 

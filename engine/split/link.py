@@ -16,6 +16,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Protocol
 
 from engine.errors import PeerError
@@ -57,6 +58,8 @@ class Link:
         self.ending: str | None = None
         self._wire = wire
         self._wake = wake
+        self._silence_s = silence_s
+        self._ended_s = 0.0
         self._beat_s = silence_s / _BEATS
         self._may_beat = may_beat
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -114,6 +117,8 @@ class Link:
         try:
             while True:
                 frame = self._wire.receive(most_bytes)
+                if self.ending is not None and monotonic() - self._ended_s > self._silence_s:
+                    return  # it had time to read our goodbye
                 if frame == _BEAT:
                     continue
                 message = decode(frame)
@@ -121,7 +126,7 @@ class Link:
                     self._end(message.sentence or f"{self.name} said goodbye.")
                     return
                 if self.ending is not None:
-                    continue  # until the peer has read our goodbye
+                    continue
                 if isinstance(message, Hello):
                     most_bytes = self._most_bytes
                 self._put(message, len(frame))
@@ -144,7 +149,7 @@ class Link:
     def _end(self, sentence: str) -> None:
         with self._has_room:
             if self.ending is None:
-                self.ending = sentence
+                self._ended_s, self.ending = monotonic(), sentence
                 self._wake.set()
                 self._has_room.notify()
 

@@ -74,6 +74,8 @@ class Stranger:
                 frame = self.wire.receive(1 << 22)
                 if frame:
                     self.heard.append(decode(frame))
+                    if isinstance(self.heard[-1], Bye):
+                        self.wire.close()
         except PeerError:
             self.is_lost.set()
 

@@ -466,6 +466,16 @@ def test_who_talks_faster_than_it_is_heard_has_to_wait() -> None:
     until(lambda: not any(thread.name == "link to A" for thread in threading.enumerate()))
 
 
+@pytest.mark.parametrize("frame", [b"", encode(Credit(blocks=1))], ids=["beats", "messages"])
+def test_who_goes_on_after_our_goodbye_is_not_heard_for_ever(frame: bytes) -> None:
+    wire = Endless()
+    wire.receive = lambda most_bytes: frame  # type: ignore[method-assign]
+    link = Link(wire, "A", threading.Event(), most_bytes=MOST, silence_s=0.1)
+    link.close("That is all.")
+    until(lambda: wire.is_closed)
+    assert link.ending == "That is all."
+
+
 def has_nixl() -> bool:
     return any(importlib.util.find_spec(name) for name in nixl_wire._NAMES)
 

@@ -1,4 +1,4 @@
-"""Greedy answers of the default model to 200 real prompts are the same with drafts of every proposer as without.
+"""Greedy answers of the default model to 200 prompts of the workloads are the same with drafts of any proposer.
 
 The draft model and the heads are trained here, for so short that they are wrong about as often as right: what they
 propose is accepted in part, so both what is kept and what is thrown away is compared.
@@ -30,30 +30,27 @@ from tests.engine.spec.test_lossless import assert_same
 
 DATA = Path(__file__).parents[2] / "data"
 NUM_PROMPTS = 200
-LENGTH = 24
+LENGTH = 24  # of answers that are learned from
 MOST_DRAFT = 4
 STUDENTS = {"draft": "layers:6", "heads": "heads:2"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def conversations() -> list[list[dict[str, str]]]:
-    """200 different ones: a long instruction that many share with a message each, texts of their own, and quotes."""
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
 
-    def rows(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines() if line.strip()]
 
-    tickets = [row["body"]["messages"] for row in rows("tickets")]
-    quotes = [row["body"]["messages"] for row in rows("copy")]
-    known = rows("prompts")
-    instruction = next(row["messages"][0] for row in known if row["source"].startswith("shared_prefix"))
-    triaged = [[instruction, messages[-1]] for messages in tickets]
-    texts = [row["messages"] for row in known if row["source"].startswith("distinct")]
-    halves = [[{**own[-1], "content": own[-1]["content"][: len(own[-1]["content"]) // 2]}] for own in texts]
-    found = [*tickets, *quotes, *(row["messages"] for row in known), *triaged, *halves]
-    different = list({json.dumps(messages): messages for messages in found}.values())[:NUM_PROMPTS]
-    assert len(different) == NUM_PROMPTS
-    return different
+def asked() -> list[tuple[list[dict[str, str]], int]]:
+    """The conversations, with what may be answered at most: a hundred that share a long instruction, and a hundred with
+    texts and instructions of their own."""
+    instruction = next(row["messages"][0] for row in rows("prompts") if row["source"] == "shared_prefix:0")
+    found = [
+        ([instruction] * row["source"].startswith("shared_prefix:") + row["messages"], row["max_tokens"])
+        for row in rows("workloads")
+    ]
+    assert len({json.dumps(messages) for messages, _ in found}) == NUM_PROMPTS == len(found)
+    return found
 
 
 class Plain(NamedTuple):
@@ -70,9 +67,12 @@ class Plain(NamedTuple):
 @pytest.fixture(scope="module")
 def plain(default_model: Path) -> Plain:
     text = load_text(default_model)
-    prompts = text.encode_prompts([text.render(messages) for messages in conversations()])
-    params = SamplingParams(max_tokens=LENGTH, temperature=0)
-    requests = [Request(id=str(i), prompt_ids=ids, params=params) for i, ids in enumerate(prompts)]
+    found = asked()
+    prompts = text.encode_prompts([text.render(messages) for messages, _ in found])
+    requests = [
+        Request(id=str(i), prompt_ids=ids, params=SamplingParams(max_tokens=most, temperature=0))
+        for i, (ids, (_, most)) in enumerate(zip(prompts, found, strict=True))
+    ]
     config = EngineConfig(
         model=str(default_model), weight_format="int8", kv_format="int8", num_blocks=3000, max_running=8,
         reproducible=True, spec="off",
@@ -90,14 +90,15 @@ def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     folder = tmp_path_factory.mktemp("trained")
     lines = [
         {"custom_id": str(i), "body": {"messages": messages, "max_tokens": LENGTH, "temperature": 0}}
-        for i, messages in enumerate(conversations()[::17])
+        for i, (messages, _) in enumerate(asked()[::17])
     ]
     data = folder / "lines.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for kind, student in STUDENTS.items():
+        sizes: dict[str, int] = {"steps": 12, "pack_tokens": 512} if kind == "draft" else {"steps": 60}
         options = Options(
             teacher=str(default_model), student=student, data=data, target=folder / kind, draft_vocab=2048,
-            steps=12 if kind == "draft" else 60, pack_tokens=512, lr=1e-3, eval_lines=1, licence="Apache-2.0",
+            lr=1e-3, eval_lines=1, licence="Apache-2.0", **sizes,
         )  # fmt: skip
         (Run if kind == "draft" else HeadsRun)(options, lambda line: None, lambda: False).run()
     return {kind: str(folder / kind) for kind in STUDENTS}

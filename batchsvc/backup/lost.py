@@ -21,8 +21,8 @@ from batchsvc.store.s3 import Bucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutBack:
-    """What came of it. `num_lost` objects were gone, of which the backup had `num_put` whole; `first_left` is the key
-    of one that it hasn't."""
+    """What came of it. `num_lost` objects were gone, of which the backup or an older one had `num_put` whole;
+    `first_left` is the key of one that none has."""
 
     num_lost: int
     num_put: int
@@ -30,16 +30,15 @@ class PutBack:
 
 
 def put_back(vault: Vault, manifest: Manifest, database_url: str, store: Bucket) -> PutBack:
-    """Raises UnavailableError when database or store don't answer, and BackupError for a damaged list of objects."""
+    """From this backup, else from an older one. Raises UnavailableError when database or store don't answer."""
     db = Database(database_url)
     try:
         lost = _named(db)
         for prefix in (keys.INPUTS, keys.UPLOADS, keys.BATCHES):
             lost.difference_update(key for key, _ in store.list_keys(prefix))
         lost &= _named(db)  # others were let go meanwhile
-        saved = {one.key: one for one in vault.objects(manifest) if one.sha256 and one.key in lost}
-        found = [one for one in saved.values() if vault.has(one) and vault.is_sound(one)]
-        etags = {one.key: _put(vault, store, one) for one in found}
+        found = vault.find(lost, until=manifest.name)
+        etags = {key: _put(vault, store, one) for key, one in found.items()}
 
         def note(session: Session) -> None:
             snapshot_queries.name_etags(session, etags)

@@ -169,6 +169,9 @@ class _Attempt:
                 revision, created_ms = snapshot.revision, snapshot.now_ms
         self._say(f"Copying what is new among {len(keys):,} objects.")
         saved = [one for one in self._copy(keys) if one[0].sha256 or one[0].key in needed]
+        older = vault.find({one.key for one, _ in saved if not one.sha256})
+        self._held += older
+        saved = [(older.get(one.key, one), is_fresh) for one, is_fresh in saved]
         objects = vault.write(name, OBJECTS, (one.line() for one, _ in saved))
         if secrets:
             vault.write_secrets(name, secrets)

@@ -16,8 +16,8 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -135,6 +135,22 @@ class Vault:
         """The objects of a backup. Raises BackupError if the list is damaged."""
         for line in self.lines(manifest.name, manifest.objects):
             yield SavedObject.parse(line)
+
+    def find(self, wanted: Set[str], *, until: str | None = None) -> dict[str, SavedObject]:
+        """Of these keys the newest objects that backups (those up to `until`) list and that are here whole. A list
+        that is damaged is passed over."""
+        found: dict[str, SavedObject] = {}
+        for name in reversed(self.finished()):
+            left = wanted - found.keys()
+            if not left:
+                break
+            if until is not None and name > until:
+                continue
+            with suppress(BackupError, OSError):
+                for saved in self.objects(self.manifest(name)):
+                    if saved.sha256 and saved.key in left and self.has(saved) and self.is_sound(saved):
+                        found[saved.key] = saved
+        return found
 
     def path_of(self, sha256: str) -> Path:
         """Where the bytes with this digest are, if they are here."""

@@ -323,6 +323,27 @@ def test_older_backups_are_kept_while_objects_are_missing(
 
 
 @on_sqlite
+def test_what_the_newest_backup_lacks_is_looked_for_in_older_ones(
+    world: World, here: Env, command: Command, tmp_path: Path
+) -> None:
+    work(world)
+    made(command(here, "backup", tmp_path / "b", "--from-env", "--json"))
+    vault, key = Vault.for_reading(tmp_path / "b"), min(_named(world))
+    path = vault.path_of(vault.find({key})[key].sha256)
+    world.store.delete([key])
+    path.rename(tmp_path / "aside")  # a disk that is away for a night
+    refusal(command(here, "backup", tmp_path / "b", "--from-env"))
+    (tmp_path / "aside").rename(path)
+    told = refusal(command(here, "backup", tmp_path / "b", "--from-env"))
+    assert f"finished and whole, but the store has lost 1 objects that the database names (the first: {key})" in told
+    lost = made(
+        command(here, "restore", tmp_path / "b", "--backup", vault.finished()[1], "--lost", "--from-env", "--json")
+    )
+    assert (lost["num_put"], lost["first_left"]) == (1, None)
+    assert world.store.get(key)
+
+
+@on_sqlite
 def test_drains_of_processes_end_with_them_in_a_restore(
     world: World, here: Env, there: Env, command: Command, tmp_path: Path
 ) -> None:

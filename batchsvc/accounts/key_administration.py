@@ -21,7 +21,7 @@ from batchsvc.audit.actor import Actor
 from batchsvc.audit.queries import newest_detail
 from batchsvc.audit.service import record
 from batchsvc.db.session import database_now_ms
-from batchsvc.errors import InvalidRequestError, NotFoundError
+from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError
 
 OVERLAP_S = 86_400
 MOST_LIFE_S = 10 * 365 * 86_400
@@ -138,8 +138,12 @@ def rotate_key(session: Session, actor: Actor, row: ApiKey, overlap_s: int = OVE
 
 
 def revoke_key(session: Session, actor: Actor, key_id: str) -> ApiKey:
-    """End a key; revoking it again changes nothing. Its row stays, because bills name it."""
-    was = queries.key(session, key_id, is_locked=True)
+    """End a key; revoking it again changes nothing. Its row stays, because bills name it. Raises AuthenticationError
+    where the key that asks was ended meanwhile: of two admin keys that end each other at once, one is left."""
+    held = {name: queries.key(session, name, is_locked=True) for name in sorted({actor.id, key_id})}
+    was, own = held[key_id], held[actor.id]
+    if own is not None and own is not was and own.revoked_ms is not None:
+        raise AuthenticationError("This API key is not valid any more: ask for a new one.", code="invalid_api_key")
     is_news = was is not None and was.revoked_ms is None
     row = service.revoke_key(session, key_id)
     if is_news:

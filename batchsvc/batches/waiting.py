@@ -129,7 +129,7 @@ def waiting_for(row: Batch, around: Surroundings) -> str | None:
     if row.is_paused:
         return f"paused: {row.pause_reason}" if row.pause_reason else "paused"
     if row.id in around.held:
-        return f"claims, which are paused: {around.held[row.id]}"
+        return "claims, which the operator has paused"  # why is the operator's: it may name others
     if not row.has_quota:
         return "quota"
     if not row.has_budget:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
 from sqlalchemy.orm import Session
 
-from batchsvc.accounts import administration, key_administration
+from batchsvc.accounts import administration, key_administration, service
 from batchsvc.accounts.tables import ApiKey, Project, ServiceAccount
 from batchsvc.audit.actor import Actor, ActorKind
 from batchsvc.db.session import Database
-from batchsvc.errors import InvalidRequestError, NotFoundError, ServiceError
+from batchsvc.errors import AuthenticationError, InvalidRequestError, NotFoundError, ServiceError
 
 ACTOR = Actor(kind=ActorKind.CLI, id="op@host")
 
@@ -82,6 +83,38 @@ def test_what_another_has_changed_meanwhile_counts(
         session.add_all(known)  # read before the other change: the session has them as they were
         with pytest.raises(error):
             change(session, known)
+
+
+def admins(session: Session) -> list[Actor]:
+    project = administration.create_project(session, ACTOR, "acme")
+    rows = [service.create_key(session, project.id, name, is_admin=True)[0] for name in "ab"]
+    return [Actor(kind=ActorKind.API_KEY, id=row.id) for row in rows]
+
+
+def test_of_two_admin_keys_that_end_each_other_one_is_left(db: Database) -> None:
+    """Both were valid when their calls came."""
+    with db.transaction() as session:
+        a, b = admins(session)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(db.run, lambda session, by=by, key=key: key_administration.revoke_key(session, by, key.id))
+            for by, key in ((a, b), (b, a))
+        ]
+    (error,) = [call.exception() for call in calls if call.exception() is not None]
+    assert isinstance(error, AuthenticationError)
+    with db.reading() as session:
+        assert [session.get_one(ApiKey, actor.id).revoked_ms is None for actor in (a, b)].count(True) == 1
+
+
+@pytest.mark.parametrize("migrated_url", ["postgresql"], indirect=True)
+def test_who_ends_a_key_holds_its_own(db: Database) -> None:
+    with db.transaction() as session:
+        a, b = admins(session)
+    with db.transaction() as first:
+        key_administration.revoke_key(first, a, b.id)
+        with db.transaction() as second:
+            locked = {"skip_locked": True, "key_share": True}
+            assert [second.get(ApiKey, actor.id, with_for_update=locked) for actor in (a, b)] == [None, None]
 
 
 @pytest.mark.parametrize("migrated_url", ["postgresql"], indirect=True)  # on SQLite writers are one by one

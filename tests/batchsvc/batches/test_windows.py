@@ -97,7 +97,7 @@ def test_without_hours_nothing_is_off_peak(door: Door) -> None:
 
 
 def test_what_comes_first_is_said(door: Door) -> None:
-    """Paused, quota, night, worker: the first that must change before it can run."""
+    """Paused, claims, quota, night, worker: the first that must change before it can run."""
     client = door.client(offpeak=hours(3, 5))
     path = f"/v1/batches/{door.create(client).json()['id']}"
     batch_id = path.rsplit("/", 1)[1]
@@ -107,6 +107,11 @@ def test_what_comes_first_is_said(door: Door) -> None:
     assert client.get(path).json()["pause_reason"] == "by the operator"
     resumed = client.post(f"/v1/admin/batches/{batch_id}/resume").json()
     assert (resumed["waiting_for"], resumed["pause_reason"]) == ("quota", None)
+    client.post("/v1/admin/claims/pause", json={"reason": "acme's key leaked"}).raise_for_status()
+    assert client.get(path).json()["waiting_for"] == "claims, which the operator has paused", (
+        "why isn't a tenant's matter"
+    )
+    client.post("/v1/admin/claims/resume", json={}).raise_for_status()
     door.set(batch_id, has_quota=True)
     assert client.get(path).json()["waiting_for"].startswith("off-peak until ")
     client.post(f"{path}/cancel")

@@ -44,10 +44,12 @@ def register(
             "use it here.",
             param="project_id",
         )
-    if any(other.project_id != project_id for other in queries.models_of(session, digest)):
+    other = next((other for other in queries.models_of(session, digest) if other.project_id != project_id), None)
+    if other is not None:
+        whose = "for everybody" if other.project_id is None else f"for the project {other.project_id} alone"
         raise InvalidRequestError(
-            f"The model at {path} is registered already, for other projects: a model that learned from a project's "
-            "lines is that project's alone.",
+            f"The model at {path} is registered already as {other.id}, {whose}: register it for the same, or train "
+            "another, as a model that learned from a project's lines is that project's alone.",
             param="project_id",
         )
     row = queries.model(session, name)

@@ -31,7 +31,8 @@ def test_names_and_aliases(database_url: str) -> None:
         for aliases in (None, pinned):
             found = models.resolve(session, "gpt", aliases, project_id=None)
             assert found is not None and found.id == "small"
-        assert [row.id for row in models.list_models(session, project_id=None)][-2:] == ["gpt-4o-mini", "gpt"]
+        listed = [row.id for row in models.list_models(session, project_id=None)]
+        assert sorted(listed) == ["/models/My Model.gguf", "gpt", "gpt-4o-mini", "hf:owner/name", "small"]
         models.alias(session, "gpt", "hf:owner/name")
         models.unalias(session, "gpt-4o-mini")
         now, then = (

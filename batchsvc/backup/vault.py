@@ -164,8 +164,8 @@ class Vault:
             return False
 
     def is_sound(self, saved: SavedObject) -> bool:
-        """Whether the bytes of an object that is here are what they were."""
-        with self.path_of(saved.sha256).open("rb") as file:
+        """Whether the bytes of an object that is here are what they were. Raises BackupError if they can't be read."""
+        with self._readable(), self.path_of(saved.sha256).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == saved.sha256
 
     def set_aside(self, saved: Iterable[SavedObject]) -> None:
@@ -194,8 +194,8 @@ class Vault:
         return digest.hexdigest(), size
 
     def read(self, saved: SavedObject) -> Iterator[bytes]:
-        """The bytes of an object, in pieces."""
-        with self.path_of(saved.sha256).open("rb") as file:
+        """The bytes of an object, in pieces. Raises BackupError if they can't be read."""
+        with self._readable(), self.path_of(saved.sha256).open("rb") as file:
             while piece := file.read(_CHUNK):
                 yield piece
 
@@ -249,6 +249,16 @@ class Vault:
             yield from whole
         if left:
             raise BackupError("The backup's list of objects ends in the middle of a line: it is damaged.")
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or error
+            raise BackupError(
+                f"The backup can't be read in {self.root}: {why}. Use another copy of it, or see to its disk."
+            ) from error
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -97,6 +97,13 @@ def name_etags(session: Session, etags: Mapping[str, str]) -> None:
         session.execute(update(UploadPart).where(UploadPart.s3_key == key).values(etag=etag))
 
 
+def noted_etags(session: Session) -> dict[str, str]:
+    """What the database says that the bucket calls its objects, by their keys."""
+    files = select(File.s3_key, File.etag).where(File.deleted_ms.is_(None), File.etag != "")
+    parts = select(UploadPart.s3_key, UploadPart.etag)
+    return {row.s3_key: row.etag for wanted in (files, parts) for row in session.execute(wanted)}
+
+
 def _keys(session: Session, wanted: Select[str] | Select[str | None]) -> Iterator[str]:
     rows = session.execute(wanted.execution_options(yield_per=_ROWS))
     return (key for (key,) in rows if key)

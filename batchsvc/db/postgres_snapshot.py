@@ -26,7 +26,7 @@ import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import Connection, MetaData, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from batchsvc.db import migrate
@@ -48,7 +48,7 @@ _OF_TABLES = "TABLE|TABLE DATA|DEFAULT|CONSTRAINT|CHECK CONSTRAINT|FK CONSTRAINT
 """What pg_dump calls our tables and what is theirs, beside sequences and the functions of triggers."""
 _HAS_OTHERS = """
 WITH ours AS (
-    SELECT oid FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relname = ANY(:ours)
+    SELECT oid FROM pg_class WHERE relnamespace = to_regnamespace('public') AND relname = ANY(:ours)
 )
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname NOT IN ('public', 'information_schema') AND nspname !~ '^pg_')
     OR EXISTS (SELECT FROM pg_extension WHERE extname <> 'plpgsql')
@@ -58,7 +58,7 @@ SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname NOT IN ('public', 'informa
     OR EXISTS (SELECT FROM pg_largeobject_metadata)
     OR EXISTS (
         SELECT FROM pg_depend
-        WHERE refclassid = 'pg_namespace'::regclass AND refobjid = 'public'::regnamespace AND deptype = 'n'
+        WHERE refclassid = 'pg_namespace'::regclass AND refobjid = to_regnamespace('public') AND deptype = 'n'
         AND NOT (classid = 'pg_class'::regclass AND (objid IN (SELECT oid FROM ours) OR objid IN (
             SELECT objid FROM pg_depend WHERE classid = 'pg_class'::regclass AND refclassid = 'pg_class'::regclass
             AND deptype IN ('a', 'i') AND refobjid IN (SELECT oid FROM ours)
@@ -79,14 +79,15 @@ def taken(database_url: str, tables: Collection[str]) -> Iterator[Snapshot]:
             for limit in _NO_LIMITS:
                 session.execute(text(f"SET LOCAL {limit} = 0"))
             now_ms, revision = database_now_ms(session), revision_of(session)
-            program = None if _has_others(session, tables) else _program("pg_dump", _server_major(session))
+            is_ours = not _names_service(database_url) and not _has_others(session, tables)
+            program = _program("pg_dump", _server_major(session)) if is_ours else None
             if program:
                 kind: Kind = "postgresql-dump"
                 files = [_dump(program, database_url, session)]
             else:
                 kind, files = "postgresql-copy", _tables(session, tables)
             yield Snapshot(kind=kind, revision=revision, now_ms=now_ms, session=session, files=tuple(files))
-    except (OperationalError, psycopg.Error) as error:  # psycopg's own come of COPY
+    except (DBAPIError, psycopg.Error) as error:  # psycopg's own come of COPY
         raise UnavailableError(_told(error)) from error
     finally:
         database.dispose()
@@ -113,6 +114,11 @@ def load_tables(database_url: str, revision: str, files: list[SnapshotFile], tab
 
 def restoring_program(database_url: str) -> str:
     """The pg_restore that this server takes. Raises UnavailableError where it isn't at hand."""
+    if _names_service(database_url):
+        raise UnavailableError(
+            "DATABASE_URL names a service of libpq's, by which pg_restore might go elsewhere than our own connections: "
+            "write its host, port, database and user into the address."
+        )
     with _working(database_url) as connection:
         major = _major(connection)
     program = _program("pg_restore", major)
@@ -325,6 +331,12 @@ def _program(name: str, major: int) -> str | None:
     return path if found and int(found[1]) == major else None
 
 
+def _names_service(database_url: str) -> bool:
+    """Whether an address leaves it to a service's file where the database is: that comes before what programs are told,
+    and a database that they are told of before that, so they might go elsewhere than our own connections."""
+    return "service" in conninfo_to_dict(re.sub(r"^postgresql\+psycopg://", "postgresql://", database_url))
+
+
 def _environment(database_url: str) -> dict[str, str]:
     """How libpq's programs are told where the database is: never by argv, where `ps` would show the password. What
     the URL leaves out they take from PG* variables, as our own connections do; of a service's file, which would come
@@ -334,7 +346,7 @@ def _environment(database_url: str) -> dict[str, str]:
     defaults = pq.Conninfo.get_defaults()
     names = {option.keyword.decode(): option.envvar for option in defaults}
     env = dict(os.environ)
-    if "PGSERVICE" in env and "service" not in given:
+    if "PGSERVICE" in env:
         del env["PGSERVICE"]
         env |= {one.envvar.decode(): one.val.decode() for one in defaults if one.envvar and one.val}
         env.pop("PGSERVICE", None)

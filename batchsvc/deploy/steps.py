@@ -88,8 +88,8 @@ def write_k8s(plan: Plan, folder: Path) -> list[str]:
         f"{kubectl} wait --for=condition=complete job/{k8s.migration_name(plan)} --timeout=300s",
         # backups that were applied would refuse the new schema each night; nothing else of them is touched: schedule
         # and volume may be whoever's who operates this
-        f"for job in $({kubectl} get cronjob -l 'app.kubernetes.io/name in ({', '.join(k8s.CRON_JOBS)})' -o name); do "
-        f'{kubectl} set image "$job" {k8s.CRON_CONTAINER}={plan.image}; done',
+        f"jobs=$({kubectl} get cronjob -l 'app.kubernetes.io/name in ({', '.join(k8s.CRON_JOBS)})' -o name)",
+        f'for job in $jobs; do {kubectl} set image "$job" {k8s.CRON_CONTAINER}={plan.image}; done',
         f"{kubectl} rollout status deploy/batchsvc-api --timeout=300s",
         f"kubectl apply -f {engines}",
         f"{run} models add {plan.model} --from-env",

@@ -227,6 +227,13 @@ def test_programs_inherit_what_the_url_leaves_out(monkeypatch: pytest.MonkeyPatc
     assert [env[name] for name in asked] == expected
 
 
+def test_a_service_in_the_address_sends_no_program_anywhere() -> None:
+    """pg_restore was told the database that is the user's by default, which came before the service's."""
+    served = "postgresql+psycopg://me@db.example/?service=ours"
+    with pytest.raises(UnavailableError, match=r"names a service of libpq's.*write its host"):
+        postgres_snapshot.restoring_program(served)
+
+
 def test_a_service_does_not_send_programs_elsewhere_than_the_url(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

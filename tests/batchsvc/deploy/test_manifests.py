@@ -235,7 +235,9 @@ case "$*" in
 *"get namespace"*) [ -e {there} ] ;;
 *"keys create"*) echo key-$(wc -l < {calls}) ;;
 *"create namespace"*|*"create secret"*) [ ! -e {there} ] && touch {there} ;;
-*"get cronjob"*) [ ! -e {programs / "backups"} ] || printf 'cronjob.batch/batchsvc-%s\\n' backup restore ;;
+*"get cronjob"*)
+  [ ! -e {programs / "refused"} ] || exit 1
+  [ ! -e {programs / "backups"} ] || printf 'cronjob.batch/batchsvc-%s\\n' backup restore ;;
 esac
 """
     for name in ("docker", "kubectl"):
@@ -288,6 +290,9 @@ def test_an_upgrade_in_kubernetes_replaces_the_api_before_engines_and_takes_the_
         ),
         *ours[2:],
     ]
+    (tmp_path / "refused").touch()
+    with pytest.raises(AssertionError):  # jobs that can't be looked for might stay as they are
+        run(steps.write_k8s(plan, folder), tmp_path)
 
 
 def test_each_secret_that_is_mounted_is_made(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import orjson
@@ -33,7 +34,8 @@ _TOKENS = re.compile(f"{_STRING}|{_NUMBER}".encode(), re.DOTALL)
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][\da-fA-F]{2})|\\.", re.DOTALL
 )
-_HALF = "\ufdd0"  # stands for half of a character; no text has it, as it is no character
+_SIGNS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # for halves of characters, in turn: they are no characters
+_HALF = re.compile(f"[{_SIGNS[0]}-{_SIGNS[-1]}]")
 _NUMBER_HERE = re.compile(_NUMBER, re.ASCII)
 
 
@@ -210,7 +212,8 @@ def parse_object(data: bytes, *, line_no: int, code: str, what: str, param: str 
 def _readable(data: bytes) -> tuple[bytes, Any]:
     """JSON whose numbers and characters can all be read, and its value: it has signs where they can't. Raises
     JSONDecodeError."""
-    data = _ESCAPES.sub(_without_half, data)
+    signs = cycle(json.dumps(sign)[1:-1].encode() for sign in _SIGNS)  # as long as what they stand for
+    data = _ESCAPES.sub(lambda escape: escape[0] if escape["half"] is None else next(signs), data)
     try:
         return data, orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -222,12 +225,7 @@ def _readable(data: bytes) -> tuple[bytes, Any]:
 
 def has_half(text: str) -> bool:
     """Whether a text of an object with a flaw has the sign of half a character."""
-    return _HALF in text
-
-
-def _without_half(escape: re.Match[bytes]) -> bytes:
-    """An escape as it is; of the same length the sign in place of half a character."""
-    return escape[0] if escape["half"] is None else json.dumps(_HALF)[1:-1].encode()
+    return _HALF.search(text) is not None
 
 
 def _is_too_large(number: re.Match[str] | re.Match[bytes] | None) -> bool:
@@ -247,16 +245,16 @@ def _first_flaw(value: Any, path: str = "") -> Flaw | None:
     if isinstance(value, dict):
         for name, child in value.items():
             at = f"{path}.{name}" if path else name
-            if _HALF in name:
-                return Flaw(at.replace(_HALF, "\ufffd"), "is a name with half of a character")
+            if has_half(name):
+                return Flaw(_HALF.sub("\ufffd", at), "is a name with half of a character: send all of it, or none")
             if (found := _first_flaw(child, at)) is not None:
                 return found
     if isinstance(value, list):
         return next((flaw for n, child in enumerate(value) if (flaw := _first_flaw(child, f"{path}[{n}]"))), None)
     if isinstance(value, float) and abs(value) == _LARGEST:
         return Flaw(path, "is a number that is too large to be read; the largest is about 1.8e308")
-    if isinstance(value, str) and _HALF in value:
-        return Flaw(path, "has half of a character (an unpaired surrogate such as \\ud800), which is no text")
+    if isinstance(value, str) and has_half(value):
+        return Flaw(path, "has half of a character (an unpaired surrogate such as \\ud800): send all of it, or none")
     return None
 
 

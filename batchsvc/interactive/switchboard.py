@@ -293,7 +293,8 @@ class Switchboard:
             if not line.is_overfull:
                 return
             await asyncio.sleep(0)
-        line.overflow()
+        if line.is_overfull:
+            line.overflow()
 
     def _hear_of(self, call_id: str, worker: str) -> None:
         line = self._lines.get(call_id)

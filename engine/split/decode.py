@@ -303,6 +303,8 @@ class DecodeSide:
         pending = peer.asked.get(offer.id)
         if pending is None:  # nobody waits for it any more
             return
+        if pending.hit_tokens is not None:
+            raise PeerError("The other side offered a prompt twice.")
         peer.asked_tokens[pending.lane] -= len(pending.prefix.token_ids)
         if not offer.keys:  # it can't be computed there, so it is here
             self._start(peer, pending)
@@ -326,6 +328,8 @@ class DecodeSide:
         if pending is None:
             self.split.lost_blocks += blocks.count
             return
+        if pending.hit_tokens is None:
+            raise PeerError("The other side sent blocks of a prompt that it hasn't offered.")
         if blocks.count:
             depths = range(blocks.first, blocks.first + blocks.count)
             if depths.stop > len(pending.prefix.token_ids) // self._passing.block_tokens:

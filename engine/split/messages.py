@@ -213,9 +213,13 @@ def _check(kind: type[Any], values: dict[str, Any], tail: bytes) -> None:
             values[name] = Origin(*(_text(part) for part in value))
         elif type(value) is not types.get(name, int) or (type(value) is int and value < 0):
             raise ValueError(name)
+        elif isinstance(value, str):
+            value.encode()  # half a character is no text, and would be found out in the middle of a step
     if kind is Prompt:
         token_ids = array(_INT32)
         token_ids.frombytes(tail)
+        if min(token_ids, default=0) < 0:
+            raise ValueError("token_ids")
         values["token_ids"] = token_ids.tolist()
     elif kind is Offer:
         if len(tail) % KEY_BYTES:
@@ -230,4 +234,5 @@ def _check(kind: type[Any], values: dict[str, Any], tail: bytes) -> None:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError("text")
+    value.encode()
     return value

@@ -53,10 +53,12 @@ HUNG_S = 60.0
 
 
 class _Work(NamedTuple):
-    """A prompt that was sent."""
+    """A prompt that was sent. `name` is what our engine calls it: a peer may use an id again while what it cancelled
+    still ends here."""
 
     prefix: Prefix
     lane: Lane
+    name: str
 
 
 @dataclass(slots=True)
@@ -64,7 +66,6 @@ class _Peer:
     """A decode side: its prompts that wait, and those that run or are offered. The first two fill its window."""
 
     link: Link
-    number: int
     since_s: float
     window_tokens: int
     purse: Purse | None = None  # None: it hasn't said what it is
@@ -88,10 +89,6 @@ class _Peer:
     def let_go(self, work: _Work) -> None:
         """A prompt neither waits nor runs any more."""
         self.held_tokens[work.lane] -= len(work.prefix.token_ids)
-
-    def name(self, prompt_id: str) -> str:
-        """Of a prompt among those of all peers."""
-        return f"{self.number}/{prompt_id}"
 
 
 @dataclass(slots=True)
@@ -131,6 +128,7 @@ class PrefillSide:
         self._declining = threading.Semaphore(_MOST_DECLINED)
         self._peers: list[_Peer] = []
         self._arrived: deque[_Peer] = deque()
+        self._numbers = itertools.count()
         self._owners: dict[str, tuple[_Peer, str]] = {}  # of requests in the engine
         self._busy_blocks = 0
         most = self._passing.num_blocks
@@ -204,7 +202,7 @@ class PrefillSide:
             silence_s=self._silence_s,
             may_beat=lambda: not self._hangs(),
         )
-        self._arrived.append(_Peer(link, number, monotonic(), self._window_tokens))
+        self._arrived.append(_Peer(link, monotonic(), self._window_tokens))
         self._wake.set()
 
     def _decline(self, wire: Wire) -> None:
@@ -253,7 +251,7 @@ class PrefillSide:
             if message.id in peer.waiting or message.id in peer.running or message.id in peer.offered:
                 raise PeerError("The other side sent a prompt twice.")
             prefix = Prefix(token_ids=message.token_ids, salt=message.salt, adapter=message.adapter)
-            work = _Work(prefix, Lane.of(message.lane))
+            work = _Work(prefix, Lane.of(message.lane), f"prompt {next(self._numbers)}")
             peer.hold(work)
             peer.waiting[message.id] = work
             peer.purse.queue(message.id, num_blocks, work.lane)
@@ -287,7 +285,7 @@ class PrefillSide:
         assert prompt_id is not None
         peer.purse.begin(lane)
         work = peer.waiting.pop(prompt_id)
-        name, prefix = peer.name(prompt_id), work.prefix
+        name, prefix = work.name, work.prefix
         num_tokens = len(prefix.token_ids)
         self._turn[lane] = max(peer.turn[lane], self._turn[lane])
         peer.turn[lane] = self._turn[lane] + num_tokens
@@ -320,9 +318,10 @@ class PrefillSide:
     def _offer(self, completion: Completion) -> None:
         """A prompt came to its end."""
         peer, prompt_id = self._owners.pop(completion.request_id)
-        work = peer.running.pop(prompt_id, None)
-        if work is None:  # cancelled
+        work = peer.running.get(prompt_id)
+        if work is None or work.name != completion.request_id:  # cancelled
             return
+        del peer.running[prompt_id]
         if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._give_up(peer, prompt_id, work)
             return
@@ -343,7 +342,7 @@ class PrefillSide:
     def _give_up(self, peer: _Peer, prompt_id: str, work: _Work) -> None:
         """The decode side computes it."""
         peer.let_go(work)
-        self._forget(peer, prompt_id, work)
+        self._forget(work)
         peer.link.send(Offer(id=prompt_id, keys=()))
 
     def _send(self, peer: _Peer, want: Want) -> None:
@@ -361,7 +360,7 @@ class PrefillSide:
             self.stats.sent_blocks += len(depths)
             self.stats.sent_bytes += len(depths) * self._passing.block_bytes
         self.stats.spared_blocks += min(want.first, num_blocks)
-        self._forget(peer, want.id, work)
+        self._forget(work)
 
     def _cancel(self, peer: _Peer, prompt_id: str) -> None:
         waiting = peer.waiting.pop(prompt_id, None)
@@ -371,14 +370,14 @@ class PrefillSide:
         running = peer.running.pop(prompt_id, None)
         if running is not None:
             peer.let_go(running)
-            self._engine.abort(peer.name(prompt_id))
+            self._engine.abort(running.name)
         begun = running or peer.offered.pop(prompt_id, None)
         if begun is not None:
-            self._forget(peer, prompt_id, begun)
+            self._forget(begun)
 
-    def _forget(self, peer: _Peer, prompt_id: str, work: _Work) -> None:
+    def _forget(self, work: _Work) -> None:
         self._busy_blocks -= len(work.prefix.token_ids) // self._passing.block_tokens
-        self._engine.scheduler.expect(peer.name(prompt_id), None)
+        self._engine.scheduler.expect(work.name, None)
 
     def _lose(self, peer: _Peer) -> None:
         self._peers.remove(peer)

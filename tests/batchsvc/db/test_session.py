@@ -57,7 +57,7 @@ def test_a_deadlock_costs_nothing_but_time(db: Database, how: str) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(attempts) == (2 if db.is_sqlite else 3), "one of the two ran again"
+    assert len(attempts) == 2 if db.is_sqlite else len(attempts) > 2, "one of the two ran again"
     with db.reading() as session:
         assert session.execute(text("SELECT n FROM counts ORDER BY id")).scalars().all() == [2, 2]
 

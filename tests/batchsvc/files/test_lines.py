@@ -155,6 +155,7 @@ def test_a_name_with_half_of_a_character_is_named() -> None:
     assert flaw is not None
     assert flaw.path == "a.b\ufffd"
     assert "half" in flaw.message
+    assert one(b'{"x\\ud800":1,"x\\ud801":2}').flaw is not None, "they aren't the same name"
 
 
 def test_a_mark_inside_of_a_file_is_noted() -> None:

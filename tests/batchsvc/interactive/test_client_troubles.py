@@ -49,7 +49,7 @@ def test_a_stream_that_is_closed_ends_its_sequence(place: Place) -> None:
         with place.chat(stream=True, **LONG) as stream:
             for _, chunk in zip(range(4), stream, strict=False):
                 assert chunk.choices
-        until(lambda: engine.aborted == [engine.requests[0].id], "the sequence is aborted")
+        until(lambda: engine.requests and engine.aborted == [engine.requests[0].id], "the sequence is aborted")
         until(lambda: not engine.has_work(), "the engine is idle")
         assert place.num_used() == billed
 
@@ -62,7 +62,7 @@ def test_a_client_that_waits_no_longer_ends_its_call(place: Place, stream: bool)
         until(lambda: is_there(place), "the worker is there")
         with pytest.raises(openai.APITimeoutError):
             place.chat(place.client(timeout=2.0), stream=stream)
-        until(lambda: engine.aborted == [engine.requests[0].id], "the sequence is aborted")
+        until(lambda: engine.requests and engine.aborted == [engine.requests[0].id], "the sequence is aborted")
         engine.goes.set()
         until(lambda: not engine.has_work(), "the engine is idle")
         assert place.num_used() == billed

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import PeerError
-from engine.request import Lane, Request, SamplingParams
+from engine.request import Lane, Request, SamplingParams, StepOutput
 from engine.split import prefill, wires
 from engine.split.link import Wire
-from engine.split.messages import Bye, Cancel, Credit, Hello, Message, Offer, Prompt, decode, encode
+from engine.split.messages import Blocks, Bye, Cancel, Credit, Hello, Message, Offer, Prompt, decode, encode
 from engine.split.prefill import PrefillSide
 from engine.split.signed import SignedWire
 from tests.engine.split.halves import SILENCE_S, Halves, make_engine
@@ -64,6 +65,7 @@ class Stranger:
     def turns_until(self, is_so: Callable[[], bool]) -> None:
         for _ in range(TURNS):
             self.side.step()
+            self.is_lost.wait(0.001)
             if is_so():
                 return
         raise AssertionError("it never happens")
@@ -97,6 +99,31 @@ def prompt(name: str, num_tokens: int, first: int = 3) -> Prompt:
 def test_a_second_hello_is_refused(stranger: Stranger) -> None:
     stranger.say(stranger.hello(), stranger.hello())
     assert stranger.farewell() == "The other side said twice what it is."
+
+
+@pytest.mark.parametrize(
+    "bad", [{"token_ids": [-1] * 16}, {"salt": "\ud800"}, {"adapter": "\ud800"}], ids=["token", "salt", "adapter"]
+)
+def test_what_no_prompt_may_hold_ends_the_link_alone(stranger: Stranger, bad: dict[str, Any]) -> None:
+    stranger.say(stranger.hello(), Credit(blocks=8), replace(prompt("bad", 16), **bad))
+    stranger.turns_until(stranger.is_lost.is_set)
+    stranger.turns_until(lambda: not stranger.side._peers)
+
+
+def test_an_id_may_come_again_while_what_was_cancelled_still_ends(
+    stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger.say(stranger.hello(), prompt("x", 128), Credit(blocks=99))
+    with monkeypatch.context() as patch:
+        patch.setattr(stranger.side._engine, "has_work", lambda: False)  # it gets nowhere
+        stranger.turns_until(lambda: bool(stranger.side._peers and stranger.side._peers[0].running))
+        (peer,) = stranger.side._peers
+        first = peer.running["x"]
+        stranger.say(Cancel(id="x"), prompt("x", 64, first=40))
+        stranger.turns_until(lambda: "x" in peer.running and peer.running["x"] is not first)
+    stranger.turns_until(lambda: "x" in peer.offered)
+    stranger.turns_until(lambda: any(isinstance(message, Offer) for message in stranger.heard))
+    assert (len(peer.offered["x"].prefix.token_ids), stranger.side._busy_blocks) == (64, 4)
 
 
 def test_more_than_the_window_is_refused(stranger: Stranger) -> None:
@@ -240,3 +267,26 @@ def test_what_no_prefill_side_can_hold_is_not_asked_of_it(halves: Halves, fused_
     found = halves.run([Request(id="long", prompt_ids=list(range(10, 180)), params=params)])
     assert found["long"].usage.output_tokens == 2
     assert (halves.decode.split.own_prompts, small.stats.prompts, halves.decode.split.lost_peers) == (1, 0, 0)
+
+
+def test_a_prompt_is_offered_once_and_before_its_blocks(halves: Halves) -> None:
+    """Or its tokens would be given back twice, and blocks that never come be waited for."""
+    decode_side = halves.decode
+    for _ in range(TURNS):
+        halves.turn()
+        if decode_side._peers and decode_side._peers[0].is_known:
+            break
+    asked = Request(id="a", prompt_ids=list(range(3, 67)), params=SamplingParams(max_tokens=2, temperature=0))
+    decode_side.add(asked)
+    decode_side._take_in(StepOutput())
+    decode_side._ask()
+    (peer,) = decode_side._peers
+    ((number, pending),) = peer.asked.items()
+    keys = decode_side._passing.keys(decode_side._as_sent(pending.prefix))
+    with pytest.raises(PeerError, match="hasn't offered"):
+        decode_side._read(peer, Blocks(id=number, first=0, count=0, is_last=True))
+    decode_side._read(peer, Offer(id=number, keys=keys))
+    with pytest.raises(PeerError, match="offered a prompt twice"):
+        decode_side._read(peer, Offer(id=number, keys=keys[:1]))
+    assert peer.asked_tokens.total() == 0
+    assert peer.coming == set(pending.keys)

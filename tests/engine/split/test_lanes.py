@@ -90,7 +90,7 @@ def side(tmp_path: Path, fused_model: Path) -> Iterator[PrefillSide]:
 
 def test_each_peer_gets_as_many_tokens_however_long_its_prompts_are(side: PrefillSide) -> None:
     """Both have prompts and credit enough; one by one they are begun and offered."""
-    side._most_busy[BATCH] = 0  # one at a time
+    side._most_busy[BATCH] = -1  # none before both are heard
     greedy, modest = Stranger(side), Stranger(side)
     sizes = {greedy: 128, modest: 32}
     for stranger, size in sizes.items():
@@ -99,24 +99,27 @@ def test_each_peer_gets_as_many_tokens_however_long_its_prompts_are(side: Prefil
             Prompt(id=str(number), token_ids=[first + number] * size, lane=BATCH) for number in range(512 // size)
         ]
         stranger.say(stranger.hello(), *prompts, Credit(blocks=200, lane=BATCH))
-    greedy.turns_until(lambda: len([peer for peer in side._peers if peer.waiting]) == 2 or side.stats.prompts > 0)
-    begun: list[int] = []
+    greedy.turns_until(lambda: len([peer for peer in side._peers if peer.waiting]) == 2)
+    side._most_busy[BATCH] = 0  # one at a time
+    peers = list(side._peers)
+    size_of = [len(next(iter(peer.waiting.values())).prefix.token_ids) for peer in peers]
+    begun: list[int] = []  # whose turn it was, by their places
     for _ in range(2000):
-        before = {peer.number: len(peer.waiting) for peer in side._peers}
+        was_begun = [peer.turn.total() for peer in peers]
         side.step()
-        for peer in side._peers:
-            begun += [peer.number] * (before.get(peer.number, 0) - len(peer.waiting))
+        for place, peer in enumerate(peers):
+            begun += [place] * (peer.turn.total() != was_begun[place])
             for prompt_id in list(peer.offered):
                 side._cancel(peer, prompt_id)  # as if it had been fetched
         if side.stats.prompts == 20:
             break
     assert side.stats.prompts == 20
     tokens = Counter[int]()
-    by_number = {peer.number: size for peer, size in zip(side._peers, (128, 32), strict=True)}
+    assert len(begun) == 20
     spread = []
-    for number in begun:
-        tokens[number] += by_number[number]
-        spread.append(abs(tokens[1] - tokens[2]))
+    for place in begun:
+        tokens[place] += size_of[place]
+        spread.append(abs(tokens[0] - tokens[1]))
     assert max(spread) <= 2 * 128, f"one of them waits for the other: {begun}"
     for stranger in sizes:
         stranger.wire.close()

@@ -18,6 +18,7 @@ from sqlalchemy import select, text, update
 from batchsvc.batches.reconcile_run import Auditor
 from batchsvc.batches.tables import Batch
 from batchsvc.billing.tables import LedgerEntry, UsageRow
+from batchsvc.errors import NotFoundError
 from batchsvc.files.tables import File, Purge, Upload
 from batchsvc.store import keys
 from batchsvc.tables import metadata
@@ -95,8 +96,11 @@ def _ok(answer: Any) -> dict[str, Any]:
 
 def bucket_texts(cluster: Cluster) -> Iterator[bytes]:
     for key, _ in cluster.store.list_keys(""):
-        data = cluster.store.get(key)
         yield key.encode()
+        try:
+            data = cluster.store.get(key)
+        except NotFoundError:  # what has ended is taken away meanwhile
+            continue
         yield data
         with contextlib.suppress(zstandard.ZstdError):
             yield zstandard.ZstdDecompressor().decompressobj().decompress(data)

@@ -138,14 +138,14 @@ def test_a_process_that_comes_to_read_late_takes_no_worker_for_dead(
     calls_redis: str, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     """As one does that a thousand clients knock at."""
-    monkeypatch.setattr(wire, "SILENCE_S", 0.2)
-    monkeypatch.setattr(wire, "READY_TTL_S", 0.2)
+    monkeypatch.setattr(wire, "SILENCE_S", 0.6)
+    monkeypatch.setattr(wire, "READY_TTL_S", 0.6)
     monkeypatch.setattr(switchboard, "_LOOK_S", 0.02)
     hear, is_late = Switchboard._hear, not is_taken
 
     async def hear_late(board: Switchboard, message: bytes) -> None:
         if is_late:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.8)
         await hear(board, message)
 
     monkeypatch.setattr(Switchboard, "_hear", hear_late)
@@ -156,7 +156,7 @@ def test_a_process_that_comes_to_read_late_takes_no_worker_for_dead(
         is_late = True
         for _ in range(3):
             say(worker, board, wire.Alive("w", ("c",)))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
         say(worker, board, ended(0))
         assert await line.next() == ended(0)
 
